@@ -1,0 +1,292 @@
+"""HTTP client of SGLang servers: one `POST /generate` per turn, checked before anyone trusts it.
+
+Ids and logprobs come from the engine's reply alone. A reply whose lists disagree, that holds an id
+outside the vocabulary, or whose version spans do not tile it, is an error and never repaired.
+Shapes and traps of the endpoint: SGLang 0.5.23, `srt/managers/io_struct.py` and `/generate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from rollout_workers.errors import (
+    BadEngineReply,
+    BadRequest,
+    ContextOverflow,
+    RolloutError,
+    TimedOut,
+    WorkerLost,
+)
+from rollout_workers.responses import SamplingParams
+from rollout_workers.routing import WorkerInfo
+from rollout_workers.schema import Ids, Logprobs, Span
+
+_OVERFLOW = ("context length", "maximum allowed length")  # the engine has no code for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One checked generation. Arrays are ``[num_generated]``; spans tile ``[0, num_generated)``."""
+
+    ids: Ids
+    logprobs: Logprobs
+    spans: tuple[Span, ...]
+    finish_reason: str  # stop, length
+    matched: int | str | None  # the stop token or stop string that ended it
+    cached_tokens: int
+    seconds: float
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Version(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
+    weight_versions: list[_Version] = []
+    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+
+
+class _Reply(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def payload(rid: str, prompt: Ids, sampling: SamplingParams, max_new_tokens: int) -> bytes:
+    """Body of ``/generate`` with every sampling parameter explicit."""
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_new_tokens": 0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": True,
+        "no_stop_trim": False,
+        "n": 1,
+    }
+    body = {
+        "rid": rid,
+        "input_ids": prompt.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": False,
+    }
+    return _encode(body)
+
+
+def check_ids(ids: Ids, vocab_size: int) -> None:
+    """Raise ``BadRequest`` for an id the engine does not know: it would kill the server."""
+    if len(ids) == 0:
+        raise BadRequest("the prompt is empty", "input")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise BadRequest(f"token ids must lie in [0, {vocab_size})", "input")
+
+
+def read_reply(
+    raw: bytes, rid: str, num_prompt: int, vocab_size: int, seconds: float
+) -> Generation:
+    """Check one reply of ``/generate`` and turn it into arrays.
+
+    Raises:
+        BadEngineReply: anything about it cannot be trained on; says which and by how much.
+        WorkerLost: the engine cut the generation.
+        BadRequest: the engine refused the request after admitting it.
+    """
+    try:
+        reply = _decode(raw)
+    except msgspec.DecodeError as error:
+        raise BadEngineReply(f"{rid}: reply is not what /generate answers: {error}") from None
+    meta = reply.meta_info
+    finish = meta.finish_reason or _Finish(type="missing")
+    if finish.type not in ("stop", "length"):
+        raise _abort(rid, finish)
+    triples = meta.output_token_logprobs
+    count = len(reply.output_ids)
+    if triples is None or len(triples) != count:
+        got = "no" if triples is None else str(len(triples))
+        raise BadEngineReply(f"{rid}: {count} ids came with {got} logprobs")
+    if meta.completion_tokens != count:
+        raise BadEngineReply(f"{rid}: engine counts {meta.completion_tokens} tokens, sent {count}")
+    if meta.prompt_tokens != num_prompt:
+        raise BadEngineReply(f"{rid}: engine saw {meta.prompt_tokens} prompt ids, not {num_prompt}")
+    ids, logprobs = _arrays(rid, reply.output_ids, triples, vocab_size)
+    return Generation(
+        ids=ids,
+        logprobs=logprobs,
+        spans=_spans(rid, meta.weight_versions, count),
+        finish_reason=finish.type,
+        matched=finish.matched,
+        cached_tokens=meta.cached_tokens,
+        seconds=seconds,
+    )
+
+
+def _abort(rid: str, finish: _Finish) -> RolloutError:
+    if finish.status_code is not None and 400 <= finish.status_code < 500:
+        return _client_error(finish.message or "refused by the engine")
+    return WorkerLost(f"{rid}: engine ended with {finish.type}: {finish.message}")
+
+
+def _arrays(
+    rid: str,
+    output_ids: list[int],
+    triples: list[tuple[float | None, int, str | None]],
+    vocab_size: int,
+) -> tuple[Ids, Logprobs]:
+    ids = np.asarray(output_ids, dtype=np.int64)
+    named = np.fromiter((t[1] for t in triples), np.int64, len(triples))
+    logprobs = np.fromiter(
+        (np.nan if t[0] is None else t[0] for t in triples), np.float32, len(triples)
+    )
+    if not np.array_equal(ids, named):
+        at = int(np.flatnonzero(ids != named)[0])
+        raise BadEngineReply(f"{rid}: logprob {at} names id {named[at]}, output has {ids[at]}")
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise BadEngineReply(f"{rid}: an id lies outside the vocabulary of {vocab_size}")
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise BadEngineReply(f"{rid}: logprob {at} is {logprobs[at]}")
+    return ids.astype(np.int32), logprobs
+
+
+def _spans(rid: str, versions: list[_Version], count: int) -> tuple[Span, ...]:
+    try:
+        spans = [Span(start=v.start, end=v.end, version=int(v.version)) for v in versions]
+    except ValueError as error:
+        raise BadEngineReply(f"{rid}: a weight version is not a number: {error}") from None
+    spans = [span for span in spans if span.end > span.start]
+    edges = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != edges[:-1] or edges[-1] != count:
+        raise BadEngineReply(f"{rid}: version spans {versions} do not tile {count} tokens")
+    return tuple(spans)
+
+
+def _client_error(message: str) -> BadRequest:
+    kind = ContextOverflow if any(words in message for words in _OVERFLOW) else BadRequest
+    return kind(message[:500], "input")
+
+
+def _error_text(raw: bytes) -> str:
+    """The message of any of the engine's three error shapes."""
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return raw[:200].decode(errors="replace")
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
+class EngineClient:
+    """Owns the HTTP connections to all engines of one router."""
+
+    def __init__(self) -> None:
+        # No cap on connections and no client timeout: the caller's deadline is the only one, and
+        # admission is decided before the call.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+    async def generate(
+        self,
+        worker: WorkerInfo,
+        rid: str,
+        prompt: Ids,
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        deadline_s: float,
+    ) -> Generation:
+        """Sample one turn on ``worker``. On cancellation or deadline the engine gets an abort.
+
+        Raises:
+            BadRequest, BadEngineReply, WorkerLost, TimedOut.
+        """
+        check_ids(prompt, worker.vocab_size)
+        body = payload(rid, prompt, sampling, max_new_tokens)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(deadline_s):
+                raw = await self._post(worker, body, rid)
+        except TimeoutError:
+            await asyncio.shield(self.abort(worker, rid))
+            raise TimedOut(f"{rid}: no answer within {deadline_s:.0f} s", None, None, rid) from None
+        except asyncio.CancelledError:
+            await asyncio.shield(self.abort(worker, rid))
+            raise
+        seconds = time.monotonic() - started
+        return read_reply(raw, rid, len(prompt), worker.vocab_size, seconds)
+
+    async def abort(self, worker: WorkerInfo, rid: str) -> None:
+        """Tell the engine to drop a request; quiet if the engine is gone."""
+        headers = {"Authorization": f"Bearer {worker.admin_key}"}
+        try:
+            async with self._http.post(
+                worker.url + "/abort_request",
+                json={"rid": rid},
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=5),
+            ):
+                pass
+        except (aiohttp.ClientError, TimeoutError):
+            pass  # the request died with its engine
+
+    async def _post(self, worker: WorkerInfo, body: bytes, rid: str) -> bytes:
+        headers = {
+            "Authorization": f"Bearer {worker.api_key}",
+            "Content-Type": "application/json",
+        }
+        try:
+            async with self._http.post(
+                worker.url + "/generate", data=body, headers=headers
+            ) as reply:
+                raw = await reply.read()
+        except aiohttp.ClientError as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise WorkerLost(
+                f"{rid}: {worker.name} {cause}", None, None, rid, worker.name
+            ) from None
+        if reply.status == 200:
+            return raw
+        message = _error_text(raw)
+        if reply.status == 400:
+            raise _client_error(message)
+        raise WorkerLost(
+            f"{rid}: {worker.name} answered {reply.status}: {message}",
+            None,
+            "engine_error",
+            rid,
+            worker.name,
+        )

@@ -1,0 +1,134 @@
+"""Rendering with the model's own chat template, and the ids a conversation grows by.
+
+Owns the tokenizer. Sampled text is never encoded here: a later turn's prompt is made of the
+sampled ids plus ``continuation``, the template's text *after* an assistant message, cut out of a
+synthetic conversation. Text that spells a control token is encoded as ordinary pieces, so neither
+a user nor a tool result can close a turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_workers.errors import BadRequest, ConfigError
+from rollout_workers.ledger import Message
+from rollout_workers.schema import Ids
+
+_CUT = "\ufdd0"  # a Unicode noncharacter: no tokenizer gives it a meaning
+_MARK = "qzxkvq"  # stands for the assistant's words in the synthetic conversation
+_PROBE = (Message(role="user", content="u"), Message(role="assistant", content=_MARK))
+
+
+class ChatTemplate:
+    """Owns one model's tokenizer and chat template. Thread-safe."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """Load the tokenizer of the model directory ``path``.
+
+        Raises:
+            ConfigError: there is no tokenizer or no chat template.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no usable tokenizer in {path}: {error}") from None
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"the model in {path} has no chat template; use an instruct model")
+        self.options = options or {}
+        self.digest = self._digest()
+        self._lock = threading.Lock()  # fast tokenizers change their own state while encoding
+        added = self._tokenizer.get_added_vocab()
+        control = [t for t in self._tokenizer.all_special_tokens if t in added]
+        self._added, self._control = _spellings(added), _spellings(control)
+        self._special_ids = {added[t] for t in control}
+        self.bridgeable = self._probe()
+
+    def render(self, messages: Sequence[Message]) -> Ids:
+        """Ids of a whole conversation with the generation prompt: ``[num_tokens]`` int32.
+
+        Raises:
+            BadRequest: the template refuses the conversation; the message is the template's own.
+        """
+        return self._encode(self._text(messages))
+
+    def continuation(self, messages: Sequence[Message], last_id: int | None) -> Ids:
+        """Ids between a generation that ended with ``last_id`` and the next one.
+
+        Closing tokens (unless ``last_id`` already closes the turn), glue, the new ``messages``
+        rendered together, and the generation prompt.
+        """
+        text = self._text([*_PROBE, *messages])
+        ids = self._encode(text[text.index(_MARK) + len(_MARK) :])
+        return ids[1:] if len(ids) and last_id == int(ids[0]) else ids
+
+    def decode(self, ids: Sequence[int] | Ids, *, special: bool = False) -> str:
+        """Text of ``ids``; incomplete characters become U+FFFD. ``special`` keeps control ids."""
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+
+    def _digest(self) -> str:
+        parts = [self._tokenizer.chat_template, sorted(self._tokenizer.get_added_vocab().items())]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def _probe(self) -> bool:
+        """Whether the template ends an assistant message with a control token and is stable.
+
+        Only then can a conversation go on from sampled ids: a control token keeps the pieces on
+        its two sides from merging into other ids.
+        """
+        tails = [[Message(role="user", content=c)] for c in ("x", "")]
+        try:
+            closings = {int(self.continuation(tail, None)[0]) for tail in tails}
+            longer = [*_PROBE, tails[0][0], Message(role="assistant", content="y"), *tails[0]]
+            stable = self._text(longer).count(_MARK) == 1
+        except (BadRequest, ValueError, IndexError):
+            return False
+        return stable and len(closings) == 1 and closings <= self._special_ids
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        turns = [{"role": m.role, "content": self._literal(m)} for m in messages]
+        try:
+            return self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **self.options
+            )
+        except Exception as error:  # jinja's own errors and whatever a template raises
+            raise BadRequest(f"the model's chat template refuses this: {error}", "input") from None
+
+    def _literal(self, message: Message) -> str:
+        """The content with every spelling of a control token cut into single characters."""
+        if _CUT in message.content:
+            raise BadRequest(f"the character U+{ord(_CUT):04X} cannot be used in text", "input")
+        spellings = self._control if message.role == "assistant" else self._added
+        return spellings.sub(lambda found: _CUT.join(found[0]), message.content)
+
+    def _encode(self, text: str) -> Ids:
+        with self._lock:
+            pieces = [
+                self._tokenizer.encode(piece, add_special_tokens=False)
+                for piece in text.split(_CUT)
+            ]
+        return np.asarray([token for piece in pieces for token in piece], dtype=np.int32)
+
+
+def _spellings(tokens: Sequence[str] | dict[str, int]) -> re.Pattern[str]:
+    longest_first = sorted((re.escape(t) for t in tokens if len(t) > 1), key=len, reverse=True)
+    return re.compile("|".join(longest_first) or r"(?!)")
