@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from rollout_workers.backlog import Backlog, Entry, check_take
 from rollout_workers.config import BufferConfig
-from rollout_workers.errors import RolloutError
+from rollout_workers.errors import PoolNotReady, RolloutError
 from rollout_workers.journal import Block, Journal
 from rollout_workers.schema import row_id
 
@@ -66,21 +66,23 @@ class Batch:
 class Buffer:
     """Owns finished trajectories: the spool and the backlog."""
 
-    def __init__(self, config: BufferConfig, schema: pa.Schema) -> None:
+    def __init__(self, config: BufferConfig) -> None:
         self._config = config
         self._temporary = None if config.directory else tempfile.mkdtemp(prefix="rollout-spool-")
-        directory = Path(config.directory or self._temporary or "")
-        name = f"rows-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**9:09d}.arrows"
-        self._journal = Journal(directory / name, schema, fsync=config.fsync)
-        self._schema = schema
         self._backlog: Backlog[_Place] = Backlog(config.lease_s)
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
-        self._handle: Any = None
+        self._journal: Journal | None = None
 
-    def bind(self, handle: Any) -> None:
-        """Tell the buffer its own actor handle, which batches need to acknowledge themselves."""
-        self._handle = handle
+    async def open(self, schema: pa.Schema, handle: Any) -> None:
+        """Begin a spool of rows of ``schema``.
+
+        ``handle`` is this actor's own, which batches need to acknowledge themselves.
+        """
+        directory = Path(self._config.directory or self._temporary or "")
+        name = f"rows-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**9:09d}.arrows"
+        self._journal = Journal(directory / name, schema, fsync=self._config.fsync)
+        self._schema, self._handle = schema, handle
 
     async def append(self, batch: pa.RecordBatch) -> int:
         """Store rows; all segments of a trajectory come in one batch, next to each other.
@@ -101,7 +103,7 @@ class Buffer:
         if not batch.num_rows:
             return 0
         try:
-            block = self._journal.append(batch)
+            block = self._spool.append(batch)
         except (OSError, ValueError) as error:
             raise RolloutError(f"rows could not be stored: {error}", None, "spool_failed") from None
         self._backlog.add(_entries(batch, block))
@@ -151,20 +153,27 @@ class Buffer:
             "waiting": self._backlog.waiting,
             "leased": self._backlog.leased,
             "acked": self._backlog.acked,
-            "spool": str(self._journal.path),
-            "spool_bytes": self._journal.num_bytes,
+            "spool": str(self._spool.path),
+            "spool_bytes": self._spool.num_bytes,
             **{name: self._counts[name] for name in _COUNTS},
         }
 
     async def stop(self) -> None:
         """Close the spool; a temporary one is removed."""
-        self._journal.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
+    @property
+    def _spool(self) -> Journal:
+        if self._journal is None:
+            raise PoolNotReady("the buffer has not started yet; wait for the pool to be ready")
+        return self._journal
+
     def _read(self, place: tuple[_Place, int]) -> pa.RecordBatch:
         at, rows = place
-        batch = self._journal.read(at.block)
+        batch = self._spool.read(at.block)
         if rows == batch.num_rows:
             return batch
         # A slice would carry its whole parent into the object store.

@@ -6,6 +6,7 @@ the same tree. SGLang's own flags pass through under ``engine.args`` and are not
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,7 +138,10 @@ class PoolConfig(_Section):
             ConfigError: the file is missing or not YAML, or a value or key is wrong; the message
                 names each field, its value and what is allowed.
         """
-        tree = dict(source) if isinstance(source, Mapping) else _read_yaml(Path(source))
+        if isinstance(source, Mapping):
+            tree = copy.deepcopy(dict(source))
+        else:
+            tree = _read_yaml(Path(source))
         for item in overrides:
             _override(tree, item)
         try:

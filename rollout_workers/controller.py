@@ -22,7 +22,8 @@ from rollout_workers.errors import RolloutError, StartFailed
 from rollout_workers.routing import WorkerInfo, WorkerState
 
 _log = logging.getLogger(__name__)
-Spawn = Callable[[str], Any]  # makes the worker actor of that name, returns its handle
+# Makes the worker actor of that name, given the nodes of the routers; returns its handle.
+Spawn = Callable[[str, tuple[str, ...]], Any]
 _KILL_AFTER_S = 30.0
 
 
@@ -120,7 +121,8 @@ class Controller:
     async def _live(self, slot: Slot, ready: asyncio.Future[None]) -> None:
         """The life of one worker."""
         try:
-            slot.handle = self._spawn(slot.name)
+            nodes = await asyncio.gather(*(r.node_id.remote() for r in self._routers))
+            slot.handle = self._spawn(slot.name, tuple(nodes))
             slot.info = await self._bring_up(slot)
         except RolloutError as error:
             slot.become(WorkerState.DOWN, str(error))

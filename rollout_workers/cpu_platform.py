@@ -9,35 +9,30 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
+from typing import Final
 
 PLATFORM = "rollout_workers_cpu"
 
-CPU_ENV: Mapping[str, str] = MappingProxyType(
-    {
-        "SGLANG_PLATFORM": PLATFORM,
-        # With more threads every small parallel region waits for a descheduled one: 20-30x slower.
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        # Nothing on this platform is compiled; on a GPU host, keep the server off the GPUs.
-        "CUDA_VISIBLE_DEVICES": "",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-)
+CPU_ENV: Final[dict[str, str]] = {
+    "SGLANG_PLATFORM": PLATFORM,
+    # With more threads every small parallel region waits for a descheduled one: 20-30x slower.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",  # on a GPU host, keep the server off the GPUs
+}
 
-CPU_ARGS: Mapping[str, object] = MappingProxyType(
-    {
-        "device": "cpu",
-        "attention-backend": "torch_native",
-        "disable-overlap-schedule": True,
-        "mem-fraction-static": 0.2,  # of the machine's memory; only a ceiling, see the next one
-        "max-total-tokens": 32768,
-        "max-running-requests": 64,
-        "sleep-on-idle": True,  # without it an idle server keeps a core busy for good
-        "skip-server-warmup": True,
-    }
-)
+CPU_ARGS: Final[dict[str, object]] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "disable-overlap-schedule": True,
+    "mem-fraction-static": 0.2,  # of the machine's memory; a ceiling, the next line decides
+    "max-total-tokens": 32768,
+    "max-running-requests": 64,
+    "sleep-on-idle": True,  # without it an idle server keeps a core busy for good
+    "skip-server-warmup": True,
+}
+"""SGLang flags without the dashes. ``dtype`` depends on the model: see ``models.ModelInfo``."""
 
 
 def activate() -> str | None:

@@ -11,6 +11,7 @@ import getpass
 import glob
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -118,6 +119,21 @@ def write_keys(launch: Launch) -> None:
     descriptor = os.open(launch.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         yaml.safe_dump(keys, file)
+
+
+def popen(argv: list[str], env: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    """Start it in our own process group, which Ray kills with the actor: never a new session.
+
+    Raises:
+        StartFailed: there is no such program.
+    """
+    with log_path.open("ab") as log:
+        try:
+            return subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            raise StartFailed(f"the engine's command cannot be run: {error}") from None
 
 
 def _check_args(config: EngineConfig) -> None:

@@ -171,13 +171,16 @@ class Ledger:
         return number
 
     def segments(self) -> list[Segment]:
-        """All root-to-leaf paths, oldest leaf first; each turn is trained in exactly one."""
+        """All root-to-leaf paths, first continuations first; each turn is trained in exactly one.
+
+        So the trunk comes first, and a branch owns nothing but what it added.
+        """
         owned: set[int] = set()
         leaves = [i for i in range(len(self.turns)) if not self._children.get(i)]
-        return [self._segment(leaf, owned) for leaf in leaves]
+        paths = sorted(list(self._path(leaf)) for leaf in leaves)
+        return [self._segment(path, owned) for path in paths]
 
-    def _segment(self, leaf: int, owned: set[int]) -> Segment:
-        path = list(self._path(leaf))
+    def _segment(self, path: list[int], owned: set[int]) -> Segment:
         new = [i for i in path if i not in owned]
         parts = [_part(self.turns[i], i in owned) for i in path]
         starts = np.cumsum([0] + [len(ids) for ids, _, _ in parts]).tolist()

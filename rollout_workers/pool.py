@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollout_workers import lease, models
+from rollout_workers import cluster, lease, models
 from rollout_workers.buffer import Buffer
 from rollout_workers.config import PoolConfig
 from rollout_workers.controller import Controller
@@ -28,7 +25,6 @@ from rollout_workers.errors import Conflict, NotFound, StartFailed
 from rollout_workers.router import Router
 from rollout_workers.worker import Worker
 
-NAMESPACE = "rollout_workers"
 Json = dict[str, Any]
 Event = Callable[[str], None]
 _HEAD = "node:__internal_head__"  # every head node offers one of it
@@ -46,7 +42,7 @@ class RolloutPool:
         self._router = _actor(name, "router.0")
         self._buffer = _actor(name, "buffer")
         self._anchor: Any = None
-        self._ray: _LocalRay | None = None
+        self._ray: cluster.PrivateRay | None = None
         self.url: str | None = None
 
     @classmethod
@@ -67,7 +63,8 @@ class RolloutPool:
         if config.engine.device == "cpu" or not ray.is_initialized():
             on_event(f"model {config.engine.model}")
             models.resolve(config.engine.model, progress=on_event)
-        local = _join_ray(config, on_event)
+        on_event("joining Ray, or starting a private one")
+        local = cluster.join(config.ray, config.name)
         try:
             pool = _build(cls, config, on_event)
         except BaseException:
@@ -84,12 +81,7 @@ class RolloutPool:
         Raises:
             NotFound: no pool of that name in the cluster.
         """
-        if not ray.is_initialized():
-            ray.init(
-                address=address or os.environ.get("RAY_ADDRESS", "auto"),
-                namespace=NAMESPACE,
-                log_to_driver=False,
-            )
+        cluster.reach(name, address)
         pool = cls(name)
         pool.url = ray.get(pool._router.status.remote())["url"]
         return pool
@@ -157,43 +149,6 @@ class RolloutPool:
         self.close()
 
 
-class _LocalRay:
-    """Owns a private Ray that ended up in a temporary directory of its own."""
-
-    def __init__(self, config: PoolConfig) -> None:
-        self._temporary = None
-        directory = config.ray.temp_dir
-        if directory is None:  # short: Ray puts unix sockets, at most 107 characters, below it
-            self._temporary = directory = Path(tempfile.mkdtemp(prefix="rw-"))
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            num_cpus=config.ray.num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=str(directory),
-        )
-
-    def close(self) -> None:
-        """End Ray and remove its files."""
-        ray.shutdown()
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _join_ray(config: PoolConfig, on_event: Event) -> _LocalRay | None:
-    """Join the Ray there is, or start a private one and return its owner."""
-    if ray.is_initialized():
-        return None
-    address = config.ray.address or os.environ.get("RAY_ADDRESS")
-    if address is None:
-        on_event("starting a private Ray")
-        return _LocalRay(config)
-    on_event(f"joining Ray at {address}")
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-    return None
-
-
 def _build(cls: type[RolloutPool], config: PoolConfig, on_event: Event) -> RolloutPool:
     if _lookup(config.name, "controller") is not None:
         raise Conflict(
@@ -203,20 +158,19 @@ def _build(cls: type[RolloutPool], config: PoolConfig, on_event: Event) -> Rollo
     anchor = None if config.shared else ray.remote(lease.Anchor).options(num_cpus=0).remote()
     made: list[Any] = []
     try:
-        on_event("starting router and buffer")
-        router = _make(config, "router.0", Router, made, 0, config)
-        schema = ray.get(router.row_schema.remote())
-        buffer = _make(config, "buffer", Buffer, made, config.buffer, schema)
-        ray.get(buffer.bind.remote(buffer))
-        url = ray.get(router.start.remote(buffer))
-        nodes = (ray.get(router.node_id.remote()),)
-        spawn = functools.partial(_spawn_worker, config, anchor, nodes)
+        router = _make(config, "router.0", Router, made, 0, config, True)
+        buffer = _make(config, "buffer", Buffer, made, config.buffer)
+        spawn = functools.partial(_spawn_worker, config, anchor)
         controller = _make(config, "controller", Controller, made, config, spawn, [router], buffer)
         if anchor is not None:
-            ray.get([actor.tie.remote(anchor) for actor in made])
+            for actor in made:
+                actor.tie.remote(anchor)
         on_event(f"starting {config.workers.count} engine(s) with {config.engine.model}")
         started = time.monotonic()
-        ray.get(controller.start.remote())
+        engines = controller.start.remote()  # by far the longest step: the others go on meanwhile
+        ray.get(buffer.open.remote(ray.get(router.load.remote()), buffer))
+        url = ray.get(router.start.remote(buffer))
+        ray.get(engines)
         on_event(f"engines ready after {time.monotonic() - started:.0f} s")
     except BaseException as error:
         for actor in reversed(made):
@@ -251,7 +205,7 @@ def _make(config: PoolConfig, role: str, kind: type, made: list[Any], *args: Any
     return actor
 
 
-def _spawn_worker(config: PoolConfig, anchor: Any, router_nodes: tuple[str, ...], name: str) -> Any:
+def _spawn_worker(config: PoolConfig, anchor: Any, name: str, router_nodes: tuple[str, ...]) -> Any:
     """The controller's way to make a worker actor."""
     role = name.removeprefix(f"{config.name}.")
     gpus = config.engine.tensor_parallel if config.engine.device == "cuda" else 0
@@ -267,7 +221,7 @@ def _spawn_worker(config: PoolConfig, anchor: Any, router_nodes: tuple[str, ...]
 def _detached(config: PoolConfig, role: str, kind: type, **options: Any) -> Any:
     return ray.remote(_leased(kind)).options(
         name=f"{config.name}.{role}",
-        namespace=NAMESPACE,
+        namespace=cluster.NAMESPACE,
         lifetime="detached",
         num_cpus=0,
         max_concurrency=10_000,
@@ -291,7 +245,7 @@ def _leased(kind: type) -> type:
 
 def _lookup(name: str, role: str) -> Any:
     with contextlib.suppress(ValueError):
-        return ray.get_actor(f"{name}.{role}", namespace=NAMESPACE)
+        return ray.get_actor(f"{name}.{role}", namespace=cluster.NAMESPACE)
     return None
 
 

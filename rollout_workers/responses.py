@@ -36,7 +36,7 @@ class _Body(BaseModel):
     input: StrictStr | list[Any]
     model: StrictStr | None = None
     instructions: StrictStr | None = None
-    max_output_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[StrictInt, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     metadata: dict[StrictStr, StrictStr] | None = None
@@ -52,15 +52,21 @@ class _Body(BaseModel):
     return_token_ids: StrictBool | None = None
     # accepted: they ask for nothing, or for what happens anyway
     background: Literal[False] | None = None
+    conversation: None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
+    max_tool_calls: None = None
     n: Literal[1] | None = None
     parallel_tool_calls: StrictBool | None = None  # there are no tools to call
+    previous_response_id: None = None
+    prompt: None = None
     prompt_cache_key: StrictStr | None = None
+    prompt_cache_retention: None = None
     reasoning: None = None
     safety_identifier: StrictStr | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: StrictBool | None = None  # nothing is kept for retrieval: the reply says false
     stream: Literal[False] | None = None
+    stream_options: None = None
     text: Json | None = None
     tool_choice: Literal["auto", "none"] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -151,7 +157,7 @@ def parse(body: Mapping[str, Any], defaults: SamplingConfig) -> Request:
         max_output_tokens=_first(parsed.max_output_tokens, defaults.max_output_tokens),
         return_token_ids=parsed.return_token_ids,
         model=parsed.model,
-        echo={k: v for k, v in body.items() if k in ECHOED_DEFAULTS and v is not None},
+        echo={k: v for k in ECHOED_DEFAULTS if (v := getattr(parsed, k)) is not None},
         input=parsed.input,
     )
 
@@ -160,7 +166,7 @@ def _refusal(error: PydanticError) -> BadRequest:
     problem = error.errors(include_url=False)[0]
     name = str(problem["loc"][0])
     value = problem["input"]
-    shown = f"{value!r}"[:80] if not isinstance(value, dict | list) else _kind(value)
+    shown = _shown(value)
     if problem["type"] == "extra_forbidden":
         return BadRequest(f"unknown parameter: {name}", name, "unknown_parameter")
     if problem["type"] == "missing":
@@ -171,6 +177,14 @@ def _refusal(error: PydanticError) -> BadRequest:
         return BadRequest(f"input must be text or a list of messages, got {shown}", name)
     path = ".".join(str(p) for p in problem["loc"] if not _is_union_tag(p))
     return BadRequest(f"{path}: {problem['msg']}, got {shown}", name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return _kind(value)
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print some
+        return "a huge number"
+    return f"{value!r}"[:80]
 
 
 def _is_union_tag(part: int | str) -> bool:
@@ -231,7 +245,7 @@ def _message(item: Any, path: str) -> Message:
         raise BadRequest(f"{path} must be an object, not {_kind(item)}", path)
     kind = item.get("type", "message")
     if kind not in (None, "message"):
-        raise BadRequest(f"{path}: items of type {kind!r} are not supported", f"{path}.type")
+        raise BadRequest(f"{path}: items of type {_shown(kind)} are not supported", f"{path}.type")
     role = item.get("role")
     if role not in _ROLES:
         raise BadRequest(f"{path}.role must be one of {', '.join(_ROLES)}", f"{path}.role")
@@ -255,7 +269,7 @@ def _part(part: Any, path: str) -> str:
         raise BadRequest(f"{path} must be an object, not {_kind(part)}", path)
     kind = part.get("type")
     if kind not in _TEXT_PARTS:
-        raise BadRequest(f"{path}: parts of type {kind!r} are not supported", path)
+        raise BadRequest(f"{path}: parts of type {_shown(kind)} are not supported", path)
     return _text(part.get("text"), f"{path}.text")
 
 

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pyarrow as pa
 from aiohttp import web
 
 from rollout_workers import models
 from rollout_workers import sessions as session_rules
 from rollout_workers.config import PoolConfig
-from rollout_workers.errors import BadRequest, NotFound, RolloutError
+from rollout_workers.errors import BadRequest, NotFound, PoolNotReady, RolloutError
 from rollout_workers.http import serve
 from rollout_workers.identity import session_name, session_of
 from rollout_workers.outbox import Outbox
@@ -36,14 +37,10 @@ Json = dict[str, Any]
 class Router:
     """Owns the open sessions of one shard, their ledgers, and its load on the workers."""
 
-    def __init__(self, shard: int, config: PoolConfig) -> None:
+    def __init__(self, shard: int, config: PoolConfig, own_process: bool = False) -> None:
+        """``own_process`` says that nothing else in this process needs torch."""
         self.shard, self.config = shard, config
-        self._template = ChatTemplate(
-            models.resolve(config.engine.model),
-            trust_remote_code=config.engine.trust_remote_code,
-            options=config.sampling.chat_template_kwargs,
-        )
-        self.schema = row_schema(config.engine.model, self._template.digest)
+        self._own_process = own_process
         self._sessions = Sessions(config.router.session_ttl_s)
         self._roster = Roster()
         self._counts: Counter[str] = Counter()
@@ -51,7 +48,18 @@ class Router:
         self._storing: dict[str, asyncio.Task[Json]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
+        self._turns: Turns | None = None
         self.url: str | None = None
+
+    async def load(self) -> pa.Schema:
+        """Load tokenizer and chat template; returns the Arrow schema of the rows to come.
+
+        Raises:
+            ModelNotFound: no such model on this node. ConfigError: it has no chat template.
+        """
+        self._template = await asyncio.to_thread(self._load_template)
+        self.schema = row_schema(self.config.engine.model, self._template.digest)
+        return self.schema
 
     async def start(self, buffer: Any) -> str | None:
         """Begin to serve; rows go to the actor ``buffer``. Returns the front door's address."""
@@ -74,11 +82,8 @@ class Router:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        await self._turns.close()
-
-    async def row_schema(self) -> Any:
-        """Arrow schema of the rows this router makes."""
-        return self.schema
+        if self._turns is not None:
+            await self._turns.close()
 
     async def set_roster(self, workers: list[WorkerInfo], version: int) -> None:
         """Take the controller's word for who serves, and which weights are current."""
@@ -116,7 +121,7 @@ class Router:
             session = self._sessions.open(name, time.time(), declaration)
             session.in_flight += 1
             try:
-                return await self._turns.run(session, request)
+                return await self._ready().run(session, request)
             finally:
                 session.in_flight -= 1
                 self._sessions.settle(session, time.time(), ephemeral=named is None)
@@ -175,10 +180,24 @@ class Router:
             "shard": self.shard,
             "url": self.url,
             "sessions": len(self._sessions),
-            "counts": dict(self._counts + self._turns.counts),
+            "counts": dict(self._counts + self._ready().counts),
             "routes": {str(reason): count for reason, count in self._roster.reasons.items()},
             "load": {w.name: self._roster.load(w.name) for w in self._roster.serving},
         }
+
+    def _ready(self) -> Turns:
+        if self._turns is None:
+            raise PoolNotReady("the router has not started yet; wait for the pool to be ready")
+        return self._turns
+
+    def _load_template(self) -> ChatTemplate:
+        engine = self.config.engine
+        return ChatTemplate(
+            models.resolve(engine.model),
+            trust_remote_code=engine.trust_remote_code,
+            options=self.config.sampling.chat_template_kwargs,
+            without_torch=self._own_process,
+        )
 
     def _store_once(self, session: Session, outcome: Outcome) -> asyncio.Task[Json]:
         storing = self._storing.get(session.id)

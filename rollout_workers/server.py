@@ -25,7 +25,7 @@ import aiohttp
 from rollout_workers.config import EngineConfig
 from rollout_workers.diagnosis import Cause, Diagnosis, diagnose, ended
 from rollout_workers.errors import StartFailed
-from rollout_workers.launch import Launch, check, command, environment, write_keys
+from rollout_workers.launch import Launch, check, command, environment, popen, write_keys
 from rollout_workers.node import new_log, new_run_dir, node_dir
 from rollout_workers.ports import PortLease
 from rollout_workers.processes import Record, send
@@ -179,7 +179,7 @@ class Server:
         write_keys(launch)
         argv = command(self._config, launch)
         env = environment(self._config, launch, os.environ)
-        self._process = _popen(argv, env, self.log_path)
+        self._process = popen(argv, env, self.log_path)
         self._record = Record(self._process.pid, launch.run_dir)
         logger.info("engine.launched worker=%s pid=%d url=%s", self.name, self.pid, self.url)
 
@@ -214,8 +214,7 @@ class Server:
 
     def _session(self) -> aiohttp.ClientSession:
         headers = {"Authorization": f"Bearer {self.api_key}"}
-        timeout = aiohttp.ClientTimeout(total=10)
-        return aiohttp.ClientSession(self.url, headers=headers, timeout=timeout)
+        return aiohttp.ClientSession(self.url, headers=headers)
 
     async def _limits(self, session: aiohttp.ClientSession) -> EngineLimits | None:
         """The limits if our engine serves, else None.
@@ -225,7 +224,7 @@ class Server:
         ends, and says that the port was taken.
         """
         try:
-            await _get(session, "/ready", as_json=False)
+            await _get(session, "/ready", 2, as_json=False)
             info = await _get(session, "/server_info")
             models = await _get(session, "/v1/models")
             if self._launch is None or info["nccl_port"] != self._launch.nccl_port:
@@ -284,17 +283,9 @@ class Server:
             self._record.refresh()
 
 
-async def _get(session: aiohttp.ClientSession, path: str, as_json: bool = True) -> Any:
-    async with session.get(path, raise_for_status=True) as reply:
+async def _get(
+    session: aiohttp.ClientSession, path: str, limit_s: float = 10, as_json: bool = True
+) -> Any:
+    timeout = aiohttp.ClientTimeout(total=limit_s)
+    async with session.get(path, raise_for_status=True, timeout=timeout) as reply:
         return await reply.json() if as_json else None
-
-
-def _popen(argv: list[str], env: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
-    """Start it in our own process group, which Ray kills with the actor: never a new session."""
-    with log_path.open("ab") as log:
-        try:
-            return subprocess.Popen(
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-        except OSError as error:
-            raise StartFailed(f"the engine's command cannot be run: {error}") from None

@@ -112,7 +112,7 @@ class Worker:
 
 
 def _node_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return str(ray.util.get_node_ip_address())
 
 
 def _prepare(model: str) -> models.ModelInfo:

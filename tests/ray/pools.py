@@ -1,0 +1,66 @@
+"""Pools over scripted engines for tests on a real Ray: the real worker actors start real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCRIPTED = Path(__file__).parent.parent / "scripted_engine.py"
+
+
+def scripted(model: str, *, name: str, workers: int = 2, mark: str = "", **script: Any) -> dict:
+    """Configuration of a pool of scripted engines; ``mark`` goes into their environment."""
+    import json
+
+    return {
+        "name": name,
+        "engine": {
+            "model": model,
+            "device": "cpu",
+            "command": [sys.executable, str(SCRIPTED)],
+            "env": {"RW_TEST_MARK": mark, "SCRIPTED_ENGINE": json.dumps(script)},
+            "start_timeout_s": 120,
+        },
+        "workers": {"count": workers},
+        "ray": {"num_cpus": 2},
+    }
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All processes that run with ``mark`` in their environment: engines and what they began."""
+    return [p for p in psutil.process_iter() if _carries(p, mark)]
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    with contextlib.suppress(psutil.Error):
+        environment = process.environ()
+        return environment.get("RW_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_gone(mark: str, seconds: float = 10.0) -> list[psutil.Process]:
+    """What is left of ``mark`` after at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@contextlib.contextmanager
+def ended(process: Any) -> Iterator[Any]:
+    """A driver subprocess that is gone when the block is left, however it is left."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
