@@ -7,179 +7,189 @@ verifier's feedback, second try. ``--help`` shows what else it can do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from results import Errors, Reporter, Summary, Writer, out_dir
-from tasks import SOLVED, Agent, Json, Outcome, Prompt, Task, answer, read_prompts, solve
 
-from rollout_workers import PoolConfig, RolloutPool  # before ray: it sets what ray reads
-from rollout_workers.errors import (
-    BadRequest,
-    ConfigError,
-    Conflict,
-    NotFound,
-    PoolNotReady,
-    RolloutError,
-)
+from rollout_workers import PoolConfig, RolloutPool  # first: it sets what Ray reads on import
+from rollout_workers.errors import ConfigError, RolloutError
 
 # isort: split
-import ray
-from ray.exceptions import RayError, RayTaskError
+from collector import Collector, Episode, prompt_episodes, task_episodes
+from results import Errors, Reporter, Writer, out_dir
+from tasks import EASY, Task, read_prompts
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pool" / "cpu_demo.yaml"
+INTERRUPT = "interrupted"
 INTERRUPTED = 130
-_ROWS_PER_FILE = 1024
-_FLUSH_S = 60.0  # a run that is killed loses at most the rows of this long
-_PAUSES_S = (1.0, 4.0)  # before the second and third try of what may succeed later
-_REFUSED = (BadRequest, NotFound, Conflict)
+_PER_WORKER = 64  # episodes under way at once, unless told
+
+_TASK_HELP = f"A reasoning-gym data set [chain_sum]; easy ones: {', '.join(EASY)}."
+_EPISODES_HELP = "How many, rounded up to whole groups [16]."
+_GROUP_HELP = "Episodes of the same question [4]."
+_FILE = "A JSONL file of Responses bodies to answer once each, instead of a task."
+_SET = "Override the config: engine.model=PATH."
+_CONCURRENCY_HELP = f"Episodes under way at once [{_PER_WORKER} a worker]."
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Signals:
+    """First SIGINT or SIGTERM: stop in order. Second: leave at once."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.on_stop: Callable[[], object] | None = None
+
+    def install(self) -> None:
+        """Take both signals; Ray takes SIGTERM for itself whenever it is joined."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.seen:
+            os._exit(INTERRUPTED)  # the pool's actors end with their driver
+        self.seen = True
+        if self.on_stop is None:
+            raise KeyboardInterrupt
+        self.on_stop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """One conversation to come. ``line`` is that of the prompts file it was read from."""
+class Work:
+    """What a run is asked to do."""
 
-    session_id: str
-    agent: Agent
-    group_id: str | None = None
-    group_size: int | None = None
-    line: int | None = None
+    episodes: Iterator[Episode]
+    total: int
+    errors: Errors
 
 
-class Collector:
-    """Owns the episodes under way, and the way of their rows from the pool to disk."""
+def from_task(
+    config: PoolConfig, name: str, episodes: int, group_size: int, seed: int, max_turns: int
+) -> Work:
+    """Whole groups of a task's questions."""
+    groups = -(-episodes // group_size)
+    if groups * group_size != episodes:
+        _say(f"{episodes} episodes are no whole groups of {group_size}: {groups * group_size} run")
+    task = Task(name, groups, seed)
+    prefix = f"{config.run_id}.{name}.s{seed}"
+    made = task_episodes(task, prefix, groups, group_size, max_turns)
+    return Work(episodes=made, total=groups * group_size, errors=Errors())
 
-    def __init__(self, pool: RolloutPool, writer: Writer, reporter: Reporter) -> None:
-        self._pool, self._writer, self._reporter = pool, writer, reporter
-        self.summary, self.errors = Summary(), Errors()
-        self.stopped: str | None = None  # why no more episodes start
-        self.succeeded = self.abandoned = 0
-        self._solved = self._tokens = 0
-        self._started = time.monotonic()
-        self._rolling: set[asyncio.Task[Outcome]] = set()
-        self._ready = 0  # trajectories that the pool holds for us
-        self._due = asyncio.Event()
 
-    async def run(self, episodes: Iterator[Episode], concurrency: int) -> None:
-        """Roll out all episodes, ``concurrency`` at once, and write their rows."""
-        self._started = time.monotonic()
-        storing = asyncio.create_task(self._store(), name="store")
-        try:
-            await asyncio.gather(*(self._lane(episodes) for _ in range(concurrency)))
-        finally:
-            storing.cancel()
-            await asyncio.gather(storing, return_exceptions=True)
-        await self._store_ready()
+def from_prompts(config: PoolConfig, path: Path) -> Work:
+    """The good lines of a file; bad ones are told at once."""
+    errors, good = Errors(), []
+    for prompt in read_prompts(path):
+        if prompt.problem is None:
+            good.append(prompt)
+            continue
+        _say(f"line {prompt.line}: {prompt.problem}")
+        errors.add("bad_line", f"line {prompt.line}: {prompt.problem}")
+    if not good:
+        raise ConfigError(f"{path} holds no Responses body: write one JSON object a line")
+    episodes = prompt_episodes(good, f"{config.run_id}.prompts")
+    return Work(episodes=episodes, total=len(good), errors=errors)
 
-    def stop(self, why: str) -> None:
-        """Start no more episodes and abandon those under way; finished ones are kept."""
-        self.stopped = self.stopped or why
-        for task in self._rolling:
-            task.cancel()
 
-    @property
-    def seconds(self) -> float:
-        """How long the run has taken."""
-        return time.monotonic() - self._started
+def collect(
+    config: PoolConfig, work: Work, writer: Writer, concurrency: int, signals: Signals
+) -> int:
+    """Start the pool, roll everything out, print the summary, stop the pool."""
 
-    async def _lane(self, episodes: Iterator[Episode]) -> None:
-        while self.stopped is None and (episode := next(episodes, None)) is not None:
-            await self._episode(episode)
+    def on_event(event: str) -> None:
+        signals.install()
+        _say(event)
 
-    async def _episode(self, episode: Episode) -> None:
-        try:
-            outcome = await self._roll(episode)
-        except asyncio.CancelledError:
-            if self.stopped is None:
-                raise
-            self.abandoned += 1
-            return
-        except _REFUSED as error:
-            if episode.line is None:
-                await self._fail(episode, error)
-            else:  # the body is at fault: nothing was sampled, so there is nothing to keep
-                self.errors.add(error.code, str(error))
-                self._reporter.say(f"line {episode.line}: refused: {error}")
-        except RayError as error:
-            self.errors.add(type(error).__name__, _first_line(error))
-            self.stop(f"the pool is lost: {_first_line(error)}")
-        except Exception as error:  # an agent may raise anything; its row says what
-            await self._fail(episode, error)
-            if isinstance(error, PoolNotReady):
-                self.stop(str(error))
+    with RolloutPool.start(config, on_event=on_event) as pool:
+        signals.install()
+        with Reporter(work.total) as reporter:
+            collector = Collector(pool, writer, reporter, work.errors)
+            asyncio.run(_until_done(collector, work.episodes, concurrency, signals))
+        summary = collector.summary.lines(collector.seconds, collector.errors, writer.files)
+        print("\n".join(summary), flush=True)
+    return _verdict(collector, work.total)
+
+
+async def _until_done(
+    collector: Collector, episodes: Iterator[Episode], concurrency: int, signals: Signals
+) -> None:
+    loop = asyncio.get_running_loop()
+    signals.on_stop = lambda: loop.call_soon_threadsafe(collector.stop, INTERRUPT)
+    try:
+        await collector.run(episodes, concurrency)
+    finally:
+        signals.on_stop = lambda: None  # closing the pool is what is left to do
+
+
+def _verdict(collector: Collector, total: int) -> int:
+    """The exit code, with the reason as the last line of the log."""
+    kept = f"{collector.summary.episodes} of {total} episodes written"
+    if collector.stopped == INTERRUPT:
+        _say(f"interrupted: {kept}")
+        return INTERRUPTED
+    if collector.stopped is not None:
+        _say(f"error: {collector.stopped} ({kept})")
+        return 1
+    if not collector.succeeded:
+        _say(f"error: no episode succeeded: {'; '.join(collector.errors.lines())}")
+        return 1
+    return 0
+
+
+@app.command()
+def main(
+    config: Annotated[Path, typer.Option(help="The pool, as in configs/pool.")] = DEFAULT_CONFIG,
+    task: Annotated[str | None, typer.Option(help=_TASK_HELP)] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help=_EPISODES_HELP)] = None,
+    group_size: Annotated[int | None, typer.Option(min=1, help=_GROUP_HELP)] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Tries an episode has [3].")] = None,
+    prompts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_FILE)] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the files [out].")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help=_CONCURRENCY_HELP)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the task's questions.")] = 0,
+) -> None:
+    """Roll out multi-turn episodes over a pool and write trajectories-*.parquet."""
+    signals = Signals()
+    signals.install()
+    try:
+        pool = PoolConfig.load(config, set_ or [])
+        writer = Writer(out_dir(out, os.environ, Path.cwd()))
+        if prompts is None:
+            size = (episodes or 16, group_size or 4)
+            work = from_task(pool, task or "chain_sum", *size, seed, max_turns or 3)
         else:
-            self.succeeded += await self._finish(episode, outcome)
-            self._solved += (outcome.reward or 0.0) >= SOLVED
-        rate = self._tokens / max(self.seconds, 1e-9)
-        self._reporter.advance(f"{self._solved} solved, {self._tokens} tokens, {rate:.0f} tok/s")
+            _check_alone(task=task, episodes=episodes, group_size=group_size, max_turns=max_turns)
+            work = from_prompts(pool, prompts)
+        lanes = min(work.total, concurrency or _PER_WORKER * pool.workers.count)
+        code = collect(pool, work, writer, lanes, signals)
+    except RolloutError as error:
+        _say(f"error: {error}")
+        code = 1
+    except KeyboardInterrupt:
+        _say("interrupted before any episode began")
+        code = INTERRUPTED
+    raise typer.Exit(code)
 
-    async def _roll(self, episode: Episode) -> Outcome:
-        task = asyncio.create_task(episode.agent(functools.partial(self._respond, episode)))
-        self._rolling.add(task)
-        try:
-            return await task
-        finally:
-            self._rolling.discard(task)
 
-    async def _respond(self, episode: Episode, body: Json) -> Json:
-        who = episode.session_id, episode.group_id, episode.group_size
-        reply = await _patiently(lambda: self._pool.respond(body, *who))
-        self._tokens += reply["usage"]["output_tokens"]
-        return reply
+def _check_alone(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} is for tasks and means nothing with --prompts: leave it")
 
-    async def _fail(self, episode: Episode, error: Exception) -> None:
-        """Count a failure, and leave a row that says the cause, so that groups become complete."""
-        cause = error.code if isinstance(error, RolloutError) else type(error).__name__
-        self.errors.add(cause, str(error))
-        await self._finish(episode, Outcome(status="error"), error=f"{cause}: {error}")
 
-    async def _finish(self, episode: Episode, outcome: Outcome, error: str | None = None) -> bool:
-        told = {"turn_rewards": outcome.turn_rewards, "status": outcome.status, "error": error}
-        finish = functools.partial(
-            self._pool.finish, episode.session_id, outcome.reward, metadata=outcome.metadata, **told
-        )
-        try:
-            try:
-                await _patiently(finish)
-            except NotFound:  # its first request was refused
-                group = {"group_id": episode.group_id, "group_size": episode.group_size}
-                await _answer(self._pool.open_session(episode.session_id, **group))
-                await _patiently(finish)
-        except (RolloutError, RayError) as lost:
-            self.errors.add("finish", _first_line(lost))
-            return False
-        self._ready += 1
-        if self._ready >= _ROWS_PER_FILE:
-            self._due.set()
-        return True
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
-    async def _store(self) -> None:
-        """Write rows while episodes go on."""
-        while self.stopped is None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), _FLUSH_S)
-            self._due.clear()
-            storing = asyncio.create_task(self._store_ready())
-            await asyncio.shield(storing)
 
-    async def _store_ready(self) -> None:
-        """Take what is ready; rows are acknowledged when their file is whole."""
-        try:
-            while len(batch := await _answer(self._pool.take(_ROWS_PER_FILE))):
-                self._ready -= _ROWS_PER_FILE
-                self.summary.add(await asyncio.to_thread(self._writer.write, batch.table))
-                await _answer(batch.ack())
-        except OSError as error:
-            self.stop(f"rows cannot be written: {error}")
-        except (RolloutError, RayError) as error:
-            self.stop(f"rows cannot be taken: {_first_line(error)}")
+if __name__ == "__main__":
+    app()

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tasks import SOLVED
 
 from rollout_workers.errors import ConfigError
-from tasks import SOLVED
 
 _JOB_SIGNS = ("RAY_JOB_SUBMISSION_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 _JOB_COPY = "runtime_resources/working_dir_files"

@@ -41,7 +41,6 @@ class Outcome:
     reward: float | None = None
     turn_rewards: list[float] | None = None
     status: str | None = None
-    error: str | None = None
     metadata: Json = field(default_factory=dict)
 
 

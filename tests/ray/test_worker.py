@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -210,3 +211,38 @@ async def test_the_next_worker_clears_what_a_dead_one_left(spawn: Spawn) -> None
     assert run_dirs, "a killed actor cannot remove its key file"
     await spawn().start.remote()
     assert not set(run_dirs) & set((record / "run").iterdir())
+
+
+DRIVER = """
+import asyncio, os, sys, ray
+from rollout_workers.config import EngineConfig
+from rollout_workers.worker import Worker
+
+env = {"env_vars": {"TMPDIR": sys.argv[1]}}
+ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=f"{sys.argv[1]}/ray",
+         runtime_env=env, log_to_driver=False)
+worker = ray.remote(Worker).remote("w0", EngineConfig.model_validate_json(sys.argv[2]))
+print(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())), flush=True)
+ray.get(worker.start.remote())
+"""
+
+
+@pytest.mark.parametrize("processes_up", [1, 3])
+async def test_nothing_outlives_a_killed_driver(processes_up: int) -> None:
+    """Ray itself dies with its driver here, so nobody kills process groups: each must see to it."""
+    config = EngineConfig(
+        model="demo:tiny",
+        device="cpu",
+        command=[sys.executable, str(ENGINE)],
+        env={"SCRIPTED_ENGINE": json.dumps({"children": 3, "start_delay_s": 60})},
+    )
+    with tempfile.TemporaryDirectory(prefix="rw-", ignore_cleanup_errors=True) as base:
+        argv = [sys.executable, "-c", DRIVER, base, config.model_dump_json()]
+        driver = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+        assert driver.stdout
+        owner = int(await driver.stdout.readline())
+        seen: set[ProcessId] = set()
+        await until(lambda: len(seen.update(tree_of(owner)) or seen) > processes_up, 60)
+        driver.kill()
+        await driver.wait()
+        await until(lambda: all_gone(seen))
