@@ -75,7 +75,7 @@ class Writer:
         ids = zip(table["trajectory_id"].to_pylist(), table["segment"].to_pylist(), strict=True)
         new = [(at, key) for at, key in enumerate(ids) if key not in self._seen]
         if len(new) < table.num_rows:
-            table = table.take([at for at, _ in new])
+            table = table.take(pa.array([at for at, _ in new], pa.int64()))
         if not table.num_rows:
             return table
         path = self._directory / f"{self._stem}-{len(self.files):05d}.parquet"

@@ -25,10 +25,10 @@ SOLVED = 0.99  # some verifiers count in floats
 EASY: dict[str, Json] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "basic_arithmetic": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "gcd": {"max_value": 10},
-    "leg_counting": {"max_animals": 2, "max_instances": 3},
-    "number_sorting": {"max_numbers": 3, "max_decimals": 0, "min_value": 0, "max_value": 20},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 3},
+    "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 3},
+    "letter_counting": {"min_words": 3, "max_words": 3},
 }
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
 _TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)

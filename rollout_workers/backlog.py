@@ -85,6 +85,8 @@ class Backlog(Generic[Place]):
             del self._waiting[self._arrival[entry.trajectory_id]]
         if lease.entries:
             self._leases[lease.id] = lease
+        else:
+            self._note_done(lease.id)  # ending it is harmless
         return lease
 
     def ack(self, lease_id: int) -> int:
@@ -96,14 +98,18 @@ class Backlog(Generic[Place]):
         if lease_id in self._done:
             return 0
         lease = self._end(lease_id)
-        self._done[lease_id] = None
-        if len(self._done) > 10_000:
-            del self._done[next(iter(self._done))]
+        self._note_done(lease_id)
         self.acked += len(lease.entries)
         return len(lease.entries)
 
     def nack(self, lease_id: int) -> int:
-        """Offer the trajectories of a lease again; returns how many."""
+        """Offer the trajectories of a lease again; returns how many: none after its ``ack``.
+
+        Raises:
+            Conflict: the lease ended before and its trajectories were offered again.
+        """
+        if lease_id in self._done:
+            return 0
         lease = self._end(lease_id)
         self.add(lease.entries)
         return len(lease.entries)
@@ -118,6 +124,11 @@ class Backlog(Generic[Place]):
     def next_end(self) -> float | None:
         """When the earliest lease ends."""
         return min((lease.ends for lease in self._leases.values()), default=None)
+
+    def _note_done(self, lease_id: int) -> None:
+        self._done[lease_id] = None
+        if len(self._done) > 10_000:
+            del self._done[next(iter(self._done))]
 
     def _end(self, lease_id: int) -> Lease[Place]:
         lease = self._leases.pop(lease_id, None)

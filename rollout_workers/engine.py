@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -26,7 +26,7 @@ from rollout_workers.errors import (
 )
 from rollout_workers.responses import SamplingParams
 from rollout_workers.routing import WorkerInfo
-from rollout_workers.schema import Ids, Logprobs, Span
+from rollout_workers.schema import LOGPROB_TOLERANCE, Ids, Logprobs, Span
 
 _OVERFLOW = ("context length", "maximum allowed length")  # the engine has no code for it
 
@@ -61,7 +61,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    cached_tokens: int = 0
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     weight_versions: list[_Version] = []
     output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
 
@@ -163,25 +163,30 @@ def _arrays(
     triples: list[tuple[float | None, int, str | None]],
     vocab_size: int,
 ) -> tuple[Ids, Logprobs]:
-    ids = np.asarray(output_ids, dtype=np.int64)
-    named = np.fromiter((t[1] for t in triples), np.int64, len(triples))
-    logprobs = np.fromiter(
-        (np.nan if t[0] is None else t[0] for t in triples), np.float32, len(triples)
-    )
+    try:
+        ids = np.asarray(output_ids, dtype=np.int64)
+        named = np.fromiter((t[1] for t in triples), np.int64, len(triples))
+    except OverflowError:
+        raise BadEngineReply(f"{rid}: an id does not fit 64 bits") from None
+    with np.errstate(over="ignore"):  # what float32 cannot hold is found below
+        logprobs = np.fromiter(
+            (np.nan if t[0] is None else t[0] for t in triples), np.float32, len(triples)
+        )
     if not np.array_equal(ids, named):
         at = int(np.flatnonzero(ids != named)[0])
         raise BadEngineReply(f"{rid}: logprob {at} names id {named[at]}, output has {ids[at]}")
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise BadEngineReply(f"{rid}: an id lies outside the vocabulary of {vocab_size}")
-    if not np.isfinite(logprobs).all():
-        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+    sound = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
+    if not sound.all():
+        at = int(np.flatnonzero(~sound)[0])
         raise BadEngineReply(f"{rid}: logprob {at} is {logprobs[at]}")
     return ids.astype(np.int32), logprobs
 
 
 def _spans(rid: str, versions: list[_Version], count: int) -> tuple[Span, ...]:
     try:
-        spans = [Span(start=v.start, end=v.end, version=int(v.version)) for v in versions]
+        spans = [Span(start=v.start, end=v.end, version=_number(v.version)) for v in versions]
     except ValueError as error:
         raise BadEngineReply(f"{rid}: a weight version is not a number: {error}") from None
     spans = [span for span in spans if span.end > span.start]
@@ -189,6 +194,13 @@ def _spans(rid: str, versions: list[_Version], count: int) -> tuple[Span, ...]:
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count:
         raise BadEngineReply(f"{rid}: version spans {versions} do not tile {count} tokens")
     return tuple(spans)
+
+
+def _number(version: str) -> int:
+    number = int(version)
+    if number.bit_length() > 63:
+        raise ValueError(f"{version:.40} does not fit 64 bits")
+    return number
 
 
 def _client_error(message: str) -> BadRequest:
@@ -242,7 +254,7 @@ class EngineClient:
                 raw = await self._post(worker, body, rid)
         except TimeoutError:
             await asyncio.shield(self.abort(worker, rid))
-            raise TimedOut(f"{rid}: no answer within {deadline_s:.0f} s", None, None, rid) from None
+            raise TimedOut(f"{rid}: no answer within {deadline_s:g} s", None, None, rid) from None
         except asyncio.CancelledError:
             await asyncio.shield(self.abort(worker, rid))
             raise

@@ -33,7 +33,12 @@ class Journal:
         self.path, self.schema, self._fsync = path, schema, fsync
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by close)
         self._end = 0
-        self._write(schema.serialize())
+        try:
+            self._write(schema.serialize())
+        except OSError:
+            self._file.close()
+            path.unlink()
+            raise
         self._map: Any = None
         self._mapped = 0
 
@@ -66,8 +71,10 @@ class Journal:
     def close(self) -> None:
         """Write the end-of-stream mark and close."""
         if not self._file.closed:
-            self._write(_END_OF_STREAM)
-            self._file.close()
+            try:
+                self._write(_END_OF_STREAM)
+            finally:
+                self._file.close()
 
     def _write(self, data: Any) -> None:
         view = memoryview(data)

@@ -16,6 +16,7 @@ from rollout_workers.errors import RolloutError
 from rollout_workers.schema import Row, check, record_batch
 
 Send = Callable[[pa.RecordBatch], Awaitable[int]]
+_Waiting = tuple[Sequence[Row], asyncio.Future[None]]
 _ROW_BYTES = 9  # per token: int32 id, float32 logprob, uint8 mask
 
 
@@ -25,7 +26,7 @@ class Outbox:
     def __init__(self, schema: pa.Schema, send: Send, max_rows: int, max_bytes: int) -> None:
         self._schema, self._send = schema, send
         self._max_rows, self._max_bytes = max_rows, max_bytes
-        self._waiting: deque[tuple[Sequence[Row], asyncio.Future[None]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._filled = asyncio.Event()
 
     async def put(self, rows: Sequence[Row]) -> None:
@@ -43,14 +44,19 @@ class Outbox:
         await done
 
     async def run(self) -> None:
-        """Send blocks until cancelled."""
-        while True:
-            await self._filled.wait()
-            await self._send_block(self._next_block())
-            if not self._waiting:
-                self._filled.clear()
+        """Send blocks until cancelled; then whoever still waits is told."""
+        block: list[_Waiting] = []
+        try:
+            while True:
+                await self._filled.wait()
+                block = self._next_block()
+                await self._send_block(block)
+                if not self._waiting:
+                    self._filled.clear()
+        finally:
+            _tell([*block, *self._waiting], _lost("the router stops"))
 
-    def _next_block(self) -> list[tuple[Sequence[Row], asyncio.Future[None]]]:
+    def _next_block(self) -> list[_Waiting]:
         block, count, size = [], 0, 0
         while self._waiting and count < self._max_rows and size < self._max_bytes:
             rows, done = self._waiting.popleft()
@@ -59,21 +65,35 @@ class Outbox:
             size += sum(len(row.token_ids) * _ROW_BYTES for row in rows)
         return block
 
-    async def _send_block(self, block: list[tuple[Sequence[Row], asyncio.Future[None]]]) -> None:
+    async def _send_block(self, block: list[_Waiting]) -> None:
         try:
-            rows = [row for group, _ in block for row in group]
-            await self._send(record_batch(rows, self._schema))
+            batch = record_batch([row for rows, _ in block for row in rows], self._schema)
+        except Exception as error:  # a value that its column cannot hold
+            if len(block) > 1:  # the others must not suffer for it
+                for one in block:
+                    await self._send_block([one])
+                return
+            return _tell(block, RolloutError(f"not a row: {type(error).__name__}: {error}"))
+        try:
+            await self._send(batch)
+        except RolloutError as error:
+            _tell(block, error)
         except Exception as error:  # whatever went wrong belongs to those who wait for it
-            failure = error if isinstance(error, RolloutError) else _lost(error)
-            for _, done in block:
-                if not done.done():
-                    done.set_exception(failure)
+            _tell(block, _lost(f"{type(error).__name__}: {error}"))
         else:
-            for _, done in block:
-                if not done.done():
-                    done.set_result(None)
+            _tell(block, None)
 
 
-def _lost(error: Exception) -> RolloutError:
-    text = f"the buffer did not confirm the rows: {type(error).__name__}: {error}; finish again"
+def _tell(block: Sequence[_Waiting], error: RolloutError | None) -> None:
+    for _, done in block:
+        if done.done():  # the caller went away
+            continue
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+
+def _lost(cause: str) -> RolloutError:
+    text = f"the buffer did not confirm the rows: {cause}; finish again"
     return RolloutError(text, None, "buffer_unavailable")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -22,7 +23,8 @@ import psutil
 from rollout_workers.node import records_dir
 
 SHM = Path("/dev/shm")
-SHM_PREFIX = "sglang_loads_"  # load snapshots that a killed SGLang leaves behind
+SHM_FILES = ("sglang_loads_", "sem.mp-")  # load snapshots and semaphores outlive a killed SGLang
+_SHM_INODE = re.compile(rf"(\d+) +{SHM}/", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Record:
     def __init__(self, pid: int, run_dir: Path) -> None:
         root = identify(pid)
         self.processes = {root} if root else set()
-        self._shm: set[str] = set()
+        self.shm: set[str] = set()
         self._run_dir = run_dir
         self._path = records_dir() / f"{os.getpid()}-{pid}.json"
         self._write()
@@ -98,16 +100,16 @@ class Record:
 
         What is below any known process counts, so that children of one that died are kept.
         """
-        before = (self.processes, self._shm)
+        before = (self.processes, self.shm)
         self.processes = self.processes.union(*map(tree, self.processes))
-        self._shm = self._shm.union(*map(_shared_memory, self.processes))
+        self.shm = self.shm.union(*map(_shared_memory, self.processes))
         self._looked = time.monotonic()
-        if (self.processes, self._shm) != before:
+        if (self.processes, self.shm) != before:
             self._write()
 
     def remove(self) -> None:
         """Forget the server, with its shared-memory files; its tree must be dead."""
-        for name in self._shm:
+        for name in self.shm:
             (SHM / name).unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
 
@@ -115,7 +117,7 @@ class Record:
         self._looked = time.monotonic()
         owner = identify(os.getpid())
         assert owner, "we run"
-        entry = _Entry(owner, list(self.processes), str(self._run_dir), sorted(self._shm))
+        entry = _Entry(owner, list(self.processes), str(self._run_dir), sorted(self.shm))
         draft = self._path.with_suffix(".tmp")
         draft.write_bytes(msgspec.json.encode(entry))
         draft.replace(self._path)  # a reader sees all of it or the one before
@@ -149,11 +151,9 @@ def _sweep(path: Path, entry: _Entry, wait_s: float) -> int:
 
 
 def _shared_memory(process: ProcessId) -> set[str]:
-    names = set()
+    """Names of files the process has mapped; a semaphore is mapped under another name."""
     with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = link.readlink()
-                if target.parent == SHM and target.name.startswith(SHM_PREFIX):
-                    names.add(target.name)
-    return names
+        mapped = set(_SHM_INODE.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+        files = [file for file in os.scandir(SHM) if file.name.startswith(SHM_FILES)]
+        return {file.name for file in files if str(file.inode()) in mapped}
+    return set()

@@ -32,6 +32,7 @@ from rollout_workers.template import ChatTemplate
 from rollout_workers.turns import Turns
 
 Json = dict[str, Any]
+_EXPIRED = "idle beyond the session TTL"
 
 
 class Router:
@@ -117,7 +118,7 @@ class Router:
             self._check_model(request.model)
             named = session_name(session_id, body)
             declaration = Declaration(group_id=group_id, group_size=group_size, record=record)
-            name = named or f"eph-{uuid.uuid4().hex}"
+            name = f"eph-{uuid.uuid4().hex}" if named is None else named
             session = self._sessions.open(name, time.time(), declaration)
             session.in_flight += 1
             try:
@@ -125,6 +126,8 @@ class Router:
             finally:
                 session.in_flight -= 1
                 self._sessions.settle(session, time.time(), ephemeral=named is None)
+                if session.id not in self._sessions:
+                    self._roster.forget(session.id)
 
     async def open_session(
         self,
@@ -227,18 +230,27 @@ class Router:
         return int(await self._buffer.append.remote(batch))
 
     async def _expire(self) -> None:
-        """Close idle sessions a few at a time; declared ones leave an aborted row."""
-        outcome = Outcome(status="aborted", error="idle beyond the session TTL")
+        """Close idle sessions a few at a time."""
         while True:
             await asyncio.sleep(min(5.0, self.config.router.session_ttl_s / 4))
             for session in self._sessions.expired(time.time()):
-                self._counts["expired_sessions"] += 1
-                if not session.declared:
-                    self._sessions.drop(session)
-                elif session.outcome is None or session.outcome == outcome:
-                    session.outcome = outcome
-                    with contextlib.suppress(RolloutError):  # tried again at the next round
-                        await self._store_once(session, outcome)
+                await self._close_idle(session)
+
+    async def _close_idle(self, session: Session) -> None:
+        """Declared ones leave an aborted row; a finish that was not confirmed is made again."""
+        if not self._sessions.is_idle(session, time.time()):
+            return  # used while others were closed
+        if session.outcome is None:
+            self._counts["expired_sessions"] += 1
+            if not session.declared:
+                self._sessions.drop(session)
+                self._roster.forget(session.id)
+                return
+            session.outcome = Outcome.of(session, status="aborted", error=_EXPIRED)
+        try:
+            await self._store_once(session, session.outcome)
+        except RolloutError:
+            self._sessions.touch(session, time.time())  # others first; later again
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self.config.name, self.config.engine.model):

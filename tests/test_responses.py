@@ -323,9 +323,7 @@ def test_parts_are_joined_in_order() -> None:
             "type": "message",
             "role": "assistant",
             "status": "completed",
-            "content": [
-                {"type": "output_text", "text": "x", "annotations": [], "logprobs": None}
-            ],
+            "content": [{"type": "output_text", "text": "x", "annotations": [], "logprobs": None}],
             "prompt_token_ids": [1],
             "generation_token_ids": [2],
             "generation_log_probs": [-0.5],
@@ -370,7 +368,10 @@ BAD_INPUT: list[tuple[Any, str]] = [
     ([{"role": "user", "content": {}}], "input[0].content"),
     ([{"role": "user", "content": ["hi"]}], "input[0].content[0]"),
     ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
-    ([{"role": "user", "content": [{"type": "input_text", "text": 1}]}], "input[0].content[0].text"),
+    (
+        [{"role": "user", "content": [{"type": "input_text", "text": 1}]}],
+        "input[0].content[0].text",
+    ),
     ([{"role": "user", "content": [{"text": "hi"}]}], "input[0].content[0]"),
     ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]"),
     ([USER, {"role": "user", "content": [{"type": ["x"]}]}], "input[1].content[0]"),

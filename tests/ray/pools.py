@@ -1,4 +1,4 @@
-"""Pools over scripted engines for tests on a real Ray: the real worker actors start real processes."""
+"""Pools over scripted engines: real Ray, real worker actors, real processes."""
 
 from __future__ import annotations
 

@@ -135,9 +135,10 @@ import sys, ray
 from rollout_workers import RolloutPool
 name = sys.argv[1]
 pool = RolloutPool.connect(name)
-print("connected", ray.get(pool.respond({"input": "hi", "max_output_tokens": 2}, "other"))["status"])
+body = {"input": "hi", "max_output_tokens": 2}
+print("connected", ray.get(pool.respond(body, "other"))["status"])
 router = ray.get_actor(name + ".router.0", namespace="rollout_workers")
-print("plain", ray.get(router.respond.remote({"input": "hi", "max_output_tokens": 2}))["status"])
+print("plain", ray.get(router.respond.remote(body))["status"])
 """
 
 
