@@ -42,15 +42,18 @@ def serve(
         stop.set()
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    def listen(event: str) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)  # again at each step: ray.init puts its own in place
+        _say(event)
+
     try:
-        with RolloutPool.start(loaded, on_event=_say) as pool:
+        with RolloutPool.start(loaded, on_event=listen) as pool:
             print(f"ready: {pool.url}" if pool.url else "ready", flush=True)
-            while True:
-                signal.pause()
+            pool.wait()
     except KeyboardInterrupt:
-        _say("stopped")
+        pass
+    _say("stopped")
 
 
 @app.command()

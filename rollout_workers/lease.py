@@ -47,8 +47,12 @@ async def end_with(anchor: Any, stop: Callable[[], Awaitable[None]]) -> None:
     await leave(stop)
 
 
-async def leave(stop: Callable[[], Awaitable[None]]) -> None:
-    """Run ``stop`` within bounds, then end this actor's process and free its name."""
+async def leave(stop: Callable[[], Awaitable[None]], after_s: float = 0.0) -> None:
+    """Run ``stop`` within bounds, then end this actor's process and free its name.
+
+    ``after_s`` leaves time for the answer of the call that asked for it.
+    """
+    await asyncio.sleep(after_s)
     try:
         async with asyncio.timeout(_STOP_S):
             with contextlib.suppress(Exception):

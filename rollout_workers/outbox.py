@@ -73,7 +73,8 @@ class Outbox:
                 for one in block:
                     await self._send_block([one])
                 return
-            return _tell(block, RolloutError(f"not a row: {type(error).__name__}: {error}"))
+            _tell(block, RolloutError(f"not a row: {type(error).__name__}: {error}"))
+            return
         try:
             await self._send(batch)
         except RolloutError as error:

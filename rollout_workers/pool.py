@@ -124,7 +124,12 @@ class RolloutPool:
 
     def stop(self) -> Any:
         """Stop engines and actors; the reference resolves when no engine is left."""
-        return self._controller.shutdown.remote()
+        return self._controller.end.remote()
+
+    def wait(self) -> None:
+        """Block until the pool ends, for example because somebody stopped it."""
+        with contextlib.suppress(RayError):
+            ray.get(self._controller.hold.remote())
 
     def close(self) -> None:
         """Stop the pool, wait until its actors are gone, and end a Ray that ``start`` began."""
@@ -230,11 +235,18 @@ def _detached(config: PoolConfig, role: str, kind: type, **options: Any) -> Any:
 
 
 def _leased(kind: type) -> type:
-    """The class with one method more: end when the driver's anchor does."""
+    """The class with a life line: it ends when the driver's anchor does, or when told to."""
 
     class Leased(kind):  # type: ignore[misc]
         async def tie(self, anchor: Any) -> None:
-            self._tie = asyncio.create_task(lease.end_with(anchor, self.stop), name="lease")
+            self._ending = asyncio.create_task(lease.end_with(anchor, self.stop), name="lease")
+
+        async def hold(self) -> None:
+            await asyncio.Event().wait()
+
+        async def end(self) -> None:
+            await self.shutdown()
+            self._ending = asyncio.create_task(lease.leave(self.stop, after_s=0.2), name="leave")
 
         async def node_id(self) -> str:
             return str(ray.get_runtime_context().get_node_id())

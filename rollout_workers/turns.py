@@ -80,8 +80,7 @@ class Turns:
         self._count(len(prompt), generation)
         return self._tell(session, request, number, prompt, sampled, text)
 
-    async def _context(self, session: Session, plan: Plan, messages: tuple[Message, ...]) -> Ids:
-        new = messages[plan.new_from :]
+    async def _context(self, session: Session, plan: Plan, new: tuple[Message, ...]) -> Ids:
         work = functools.partial(self._template.render, new)
         if plan.anchor is not None:
             last = session.ledger.ends_with(plan.anchor)
