@@ -117,6 +117,7 @@ class Summary:
     generated_tokens: int = 0
     rewards: list[float] = field(default_factory=list)
     solved_at: Counter[int] = field(default_factory=Counter)
+    most_turns: int = 1
     finish_reasons: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
 
@@ -142,8 +143,10 @@ class Summary:
         self.statuses[row["status"]] += 1
         if row["reward"] is not None:
             self.rewards.append(row["reward"])
-        solved = (i for i, r in enumerate(row["turn_rewards"] or [], start=1) if r >= SOLVED)
-        if (first := next(solved, None)) is not None:
+        rewards = row["turn_rewards"] or []
+        self.most_turns = max(self.most_turns, len(rewards))
+        first = next((i for i, r in enumerate(rewards, start=1) if r >= SOLVED), None)
+        if first is not None:
             self.solved_at[first] += 1
 
     def lines(self, seconds: float, errors: Errors, files: list[Path]) -> list[str]:
@@ -170,7 +173,7 @@ class Summary:
         if not self.rewards:
             return "not checked"
         shares, total = [], 0
-        for turn in range(1, max(self.solved_at, default=1) + 1):
+        for turn in range(1, self.most_turns + 1):
             total += self.solved_at[turn]
             shares.append(f"{_share(total, len(self.rewards))} by turn {turn}")
         return ", ".join(shares)
@@ -205,7 +208,8 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""

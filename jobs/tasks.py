@@ -54,6 +54,12 @@ class Question:
     text: str
     entry: Mapping[str, Any]
 
+    @property
+    def answer(self) -> str | None:
+        """The right answer; None where the data set has a verifier only."""
+        answer = self.entry["answer"]
+        return None if answer is None else str(answer)
+
 
 class Task:
     """A `reasoning-gym` data set: ``task[i]`` is a question, ``score`` its verifier."""
@@ -82,33 +88,43 @@ class Task:
         return Question(entry["question"], entry)
 
     def score(self, text: str, question: Question) -> float:
-        """Reward of a reply between 0 and 1: that of its best reading."""
-        scores = (self._score(answer, question.entry) for answer in readings(text))
-        return max(scores, default=0.0)
-
-    def feedback(self, text: str) -> str:
-        """What the verifier says of a wrong reply. It never tells the answer."""
-        found = readings(text)
-        if not found:
-            return "I cannot find an answer in that. Try again and give only the answer."
-        return f"{found[-1]:.80} is not correct. Try again and give only the answer."
-
-    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
+        """Reward of a reply, 0 to 1."""
+        answer = reading(text, question.answer)
+        if answer is None:
+            return 0.0
         try:
-            return float(self._data.score_answer(answer, entry))
+            score = float(self._data.score_answer(answer, question.entry))
         except Exception:  # a verifier that trips over a malformed answer has judged it
             return 0.0
+        # The usual verifier pays for containing the answer: 14 would earn half of what 4 does.
+        return score if score >= SOLVED or not _is_number(question.answer) else 0.0
+
+    def feedback(self, text: str, question: Question) -> str:
+        """What the verifier says of a wrong reply. It never tells the answer."""
+        answer = reading(text, question.answer)
+        if answer is None:
+            return "I cannot find an answer in that. Try again and give only the answer."
+        return f"{answer:.80} is not correct. Try again and give only the answer."
 
 
-def readings(text: str) -> list[str]:
-    """What may be meant as the answer: what is tagged, else all, the last line, the last number."""
+def reading(text: str, expected: str | None) -> str | None:
+    """What a reply says is the answer: what is tagged, else its end in the expected form.
+
+    That is the last number where a number is expected, else as many last lines as are expected,
+    else, where many answers are right and none is expected, all of it.
+    """
     if tagged := _TAGGED.findall(text):
-        return [tagged[-1]]
-    whole = text.strip()
-    if not whole:
-        return []
-    found = [whole, whole.splitlines()[-1].strip(), *_NUMBER.findall(whole)[-1:]]
-    return list(dict.fromkeys(found))
+        return tagged[-1]
+    if _is_number(expected):
+        return next(reversed(_NUMBER.findall(text)), None)
+    lines = text.strip().splitlines()
+    if expected is not None:
+        lines = lines[-max(1, len(expected.splitlines())) :]
+    return "\n".join(lines).strip() or None
+
+
+def _is_number(expected: str | None) -> bool:
+    return expected is not None and _NUMBER.fullmatch(expected) is not None
 
 
 async def solve(task: Task, question: Question, respond: Respond, max_turns: int) -> Outcome:
@@ -131,9 +147,9 @@ async def solve(task: Task, question: Question, respond: Respond, max_turns: int
         messages = [
             *messages,
             *reply["output"],
-            {"role": "user", "content": task.feedback(text)},
+            {"role": "user", "content": task.feedback(text, question)},
         ]
-    about = {"task": task.name, "answer": str(question.entry["answer"])}
+    about = {"task": task.name, "answer": question.answer}
     return Outcome(reward=scores[-1], turn_rewards=scores, status=status, metadata=about)
 
 

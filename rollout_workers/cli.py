@@ -125,5 +125,5 @@ def main() -> None:
     try:
         app()
     except RolloutError as error:
-        _say(f"error: {error}")
+        _say(f"error: {error.message}")  # its str is the whole remote traceback
         sys.exit(1)

@@ -34,12 +34,14 @@ async def serve(router: Router, config: HttpConfig) -> tuple[web.AppRunner, str]
     Raises:
         OSError: the port is taken.
     """
-    runner = web.AppRunner(build_app(router, config), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        build_app(router, config), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
     await runner.setup()
     site = web.TCPSite(runner, config.host, config.port)
     await site.start()
     host, port = runner.addresses[0][:2]
-    return runner, f"http://{host}:{port}/v1"
+    return runner, f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
 def build_app(router: Router, config: HttpConfig) -> web.Application:
@@ -112,7 +114,7 @@ def _agree(path: str | None, header: str | None) -> str | None:
 async def _body(request: web.Request) -> Json:
     try:
         body = msgspec.json.decode(await request.read())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", "body", "invalid_json") from None
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object", "body")
@@ -132,7 +134,7 @@ def _keys(api_key: str | None) -> Any:
         if api_key is not None and request.path not in _OPEN:
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(
-                key.encode(), api_key.encode()
+                key.encode(errors="surrogateescape"), api_key.encode()
             ):
                 raise Unauthorized("send the pool's key as `Authorization: Bearer KEY`")
         return await handler(request)

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 
 from results import Errors, Summary, Writer, out_dir
-from tasks import EASY, Prompt, Question, Task, answer, read_prompts, readings, solve
+from tasks import EASY, Prompt, Question, Task, answer, read_prompts, reading, solve
 
 from rollout_workers.errors import BadRequest, ConfigError, ContextOverflow
 
@@ -70,32 +70,36 @@ def test_task_with_impossible_options_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("expected", "text", "found"),
     [
-        ("7", ["7"]),
-        ("4 - 1 = 3.", ["4 - 1 = 3.", "3"]),
-        ("5-9=-4", ["5-9=-4", "-4"]),
-        ("I think.\nIt is 2.5 ", ["I think.\nIt is 2.5", "It is 2.5", "2.5"]),
-        ("<answer> 3 </answer> or <answer>\n4\n</answer> 5", ["4"]),
-        ("no number", ["no number"]),
-        (" \n", []),
+        ("3", "4 - 1 = 3.", "3"),
+        ("-4", "5-9=-4", "-4"),
+        ("1", "9-8", "8"),
+        ("2.5", "It is 2.5 or so", "2.5"),
+        ("3", "<answer> 3 </answer> or <answer>\n4\n</answer> 5", "4"),
+        ("3", "no number", None),
+        ("True", "I think.\n it is 2 \n", "it is 2"),
+        ("True", " \n", None),
+        ("1 2\n3 4", "Here:\n4 3\n2 1\n", "4 3\n2 1"),
+        (None, "Up\nDown", "Up\nDown"),
     ],
 )
-def test_readings(text: str, found: list[str]) -> None:
-    assert readings(text) == found
+def test_reading(expected: str | None, text: str, found: str | None) -> None:
+    assert reading(text, expected) == found
 
 
-def test_score_takes_the_answer_out_of_a_sentence(sums: Task) -> None:
+def test_score_takes_the_number_out_of_a_sentence(sums: Task) -> None:
     question = sums[0]
     right = question.entry["answer"]
     assert sums.score(f"The answer is {right}.", question) == 1.0
-    assert sums.score(f"The answer is {wrong(question)}.", question) < 1.0
+    assert sums.score(f"The answer is {right}7.", question) == 0.0
+    assert sums.score(f"{right}? No, {wrong(question)}!", question) == 0.0
 
 
 def test_feedback_tells_the_reading_and_not_the_answer(sums: Task) -> None:
-    assert sums.feedback("4 - 1 = 8.").startswith("8 is not correct.")
-    assert sums.feedback("").startswith("I cannot find an answer")
-    assert len(sums.feedback("x" * 10_000)) < 200
+    assert sums.feedback("4 - 1 = 8.", sums[0]).startswith("8 is not correct.")
+    assert sums.feedback("", sums[0]).startswith("I cannot find an answer")
+    assert len(sums.feedback("1" * 10_000, sums[0])) < 200
 
 
 async def test_solve_asks_again_with_the_whole_history(sums: Task) -> None:
