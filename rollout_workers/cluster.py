@@ -6,6 +6,7 @@ name so that other processes of this user find it; an old cluster's leftovers ar
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -20,11 +21,14 @@ from pathlib import Path
 import ray
 
 from rollout_workers.config import RayConfig
-from rollout_workers.errors import Conflict, NotFound, RolloutError
+from rollout_workers.errors import Conflict, NotFound, RolloutError, StartFailed
 from rollout_workers.node import node_dir
 from rollout_workers.processes import ProcessId, identify
 
 NAMESPACE = "rollout_workers"
+_PREFIX, _OWNER = "rw-ray-", "driver.json"
+_TRIES = 3
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +50,57 @@ class PrivateRay:
                 f"a pool named {pool!r} runs already on this machine (driver {found.driver.pid}): "
                 f"stop it with `rollout-workers stop {pool}`, or choose another name"
             )
-        # Short, for Ray puts unix sockets, of at most 107 characters, below it.
-        self._directory = config.temp_dir or Path(tempfile.mkdtemp(prefix="rw-ray-", dir="/tmp"))
+        driver = identify(os.getpid())
+        assert driver is not None
         self._temporary = config.temp_dir is None
+        self._directory = config.temp_dir or _new_directory(driver)
         self._environment = dict(os.environ)
         token = self._directory / "token"
         token.parent.mkdir(parents=True, exist_ok=True)
+        token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        token.chmod(0o600)
         _authenticate(_token(str(token)))
         try:
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                num_cpus=config.num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(self._directory),
-            )
+            self._init(config.num_cpus)
+        except StartFailed:
+            raise  # its logs stay for whoever reads the message
         except BaseException:
             self._clean()
             raise
-        driver = identify(os.getpid())
-        assert driver is not None
         address = ray.get_runtime_context().gcs_address
         note = Note(address, str(token), driver)
         self._note = _note_path(pool)
         self._note.write_text(json.dumps(asdict(note)))
         self._note.chmod(0o600)
+        atexit.register(self.close)
+
+    def _init(self, num_cpus: int | None) -> None:
+        """Start Ray; it gives its processes 30 s, which a busy machine may exceed."""
+        for attempt in range(_TRIES):
+            try:
+                ray.init(
+                    address="local",
+                    namespace=NAMESPACE,
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(self._directory),
+                )
+                return
+            except Exception as error:  # Ray raises plain ones here
+                ray.shutdown()
+                _log.warning("ray.start_failed try=%d cause=%s", attempt + 1, error)
+                cause = error
+        raise StartFailed(
+            f"Ray did not start in {_TRIES} tries: {cause}. Is the machine overloaded or its disk "
+            f"full? Ray's logs are in {self._directory}"
+        ) from None
 
     def close(self) -> None:
         """End Ray and remove its files."""
+        atexit.unregister(self.close)
         self._note.unlink(missing_ok=True)
         ray.shutdown()
         self._clean()
@@ -87,6 +109,20 @@ class PrivateRay:
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)
         _authenticate(self._environment)
+
+
+def _new_directory(driver: ProcessId) -> Path:
+    """A directory for one Ray; those that killed drivers left behind are removed on the way.
+
+    Short, for Ray puts unix sockets, of at most 107 characters, below it.
+    """
+    for owner in Path("/tmp").glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if not ProcessId(**json.loads(owner.read_text())).alive:
+                shutil.rmtree(owner.parent, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    (directory / _OWNER).write_text(json.dumps(asdict(driver)))
+    return directory
 
 
 def join(config: RayConfig, pool: str) -> PrivateRay | None:

@@ -52,6 +52,26 @@ def wait_gone(mark: str, seconds: float = 10.0) -> list[psutil.Process]:
     return left
 
 
+def rays_of(driver: int) -> tuple[set[Path], set[psutil.Process]]:
+    """Directories and processes of the private Ray that a driver process began."""
+    processes = set(psutil.Process(driver).children(recursive=True))
+    words = [word for p in processes for word in p.cmdline() if "/tmp/rw-ray-" in word]
+    names = {word[word.index("rw-ray-") :].split("/")[0] for word in words}
+    return {Path("/tmp") / name for name in names}, processes
+
+
+def still_there(processes: set[psutil.Process], seconds: float = 10.0) -> set[psutil.Process]:
+    """Which of the processes run after at most ``seconds``, but for two agents of Ray's own.
+
+    When raylet and GCS are killed together, those wait some minutes for a GCS to tell of it.
+    """
+    agents = {p for p in processes if p.is_running() and p.name() in _AGENTS}
+    return set(psutil.wait_procs(processes - agents, timeout=seconds)[1])
+
+
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DashboardA", "ray::RuntimeEnv")
+
+
 @contextlib.contextmanager
 def ended(process: Any) -> Iterator[Any]:
     """A driver subprocess that is gone when the block is left, however it is left."""

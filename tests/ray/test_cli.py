@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from pools import ended, scripted, wait_gone
+from pools import ended, rays_of, scripted, still_there, wait_gone
 
 pytestmark = pytest.mark.ray
 COMMAND = [sys.executable, "-m", "rollout_workers"]
@@ -61,20 +60,18 @@ def test_serve_ends_on_a_signal_and_leaves_no_process(
     file = tmp_path / "pool.yaml"
     config = scripted("demo:tiny", name=f"sig-{mark[:8]}", mark=mark, workers=1)
     file.write_text(yaml.safe_dump(config))
-    before = rays()
     serve = subprocess.Popen(
         [*COMMAND, "serve", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with ended(serve):
         assert serve.stdout and serve.stdout.readline().startswith("ready: ")
+        directories, processes = rays_of(serve.pid)
+        assert len(directories) == 1
         serve.send_signal(number)
         assert serve.wait(40) == 0
         assert wait_gone(mark) == []
-    assert rays() <= before
-
-
-def rays() -> set[str]:
-    return {name for name in os.listdir("/tmp") if name.startswith("rw-ray-")}
+        assert still_there(processes) == set()
+        assert not any(directory.exists() for directory in directories)
 
 
 @pytest.mark.parametrize(
