@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import logging
 import os
 import secrets
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import ray
 
 from rollout_workers.config import RayConfig
@@ -90,13 +93,24 @@ class PrivateRay:
                 )
                 return
             except Exception as error:  # Ray raises plain ones here
-                ray.shutdown()
-                _log.warning("ray.start_failed try=%d cause=%s", attempt + 1, error)
-                cause = error
+                cause = str(error)
+            _log.warning("ray.start_failed try=%d cause=%s", attempt + 1, cause)
+            ray.shutdown()
+            self._end_processes()
         raise StartFailed(
             f"Ray did not start in {_TRIES} tries: {cause}. Is the machine overloaded or its disk "
             f"full? Ray's logs are in {self._directory}"
         ) from None
+
+    def _end_processes(self) -> None:
+        """End what a failed start left: Ray's shutdown knows only of a Ray that did start."""
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if any(str(self._directory) in word for word in child.cmdline()):
+                    child.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # Ray drops their handles unreaped
+            gc.collect()
 
     def close(self) -> None:
         """End Ray and remove its files."""
