@@ -80,37 +80,40 @@ class PrivateRay:
     def _init(self, num_cpus: int | None) -> None:
         """Start Ray; it gives its processes 30 s, which a busy machine may exceed."""
         for attempt in range(_TRIES):
-            try:
-                ray.init(
-                    address="local",
-                    namespace=NAMESPACE,
-                    num_cpus=num_cpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.WARNING,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(self._directory),
-                )
-                return
-            except Exception as error:  # Ray raises plain ones here
-                cause = str(error)
+            with warnings.catch_warnings():
+                # Ray drops the handles of its processes when a start fails.
+                warnings.simplefilter("ignore", ResourceWarning)
+                cause = self._try(num_cpus)
+                if cause is None:
+                    return
+                gc.collect()
             _log.warning("ray.start_failed try=%d cause=%s", attempt + 1, cause)
-            ray.shutdown()
-            self._end_processes()
         raise StartFailed(
             f"Ray did not start in {_TRIES} tries: {cause}. Is the machine overloaded or its disk "
             f"full? Ray's logs are in {self._directory}"
         ) from None
 
-    def _end_processes(self) -> None:
-        """End what a failed start left: Ray's shutdown knows only of a Ray that did start."""
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if any(str(self._directory) in word for word in child.cmdline()):
-                    child.kill()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # Ray drops their handles unreaped
-            gc.collect()
+    def _try(self, num_cpus: int | None) -> str | None:
+        """Start Ray once; returns why it failed, with nothing of it left."""
+        try:
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(self._directory),
+            )
+        except Exception as error:  # Ray raises plain ones here
+            ray.shutdown()
+            for child in psutil.Process().children():  # shutdown knows only a Ray that did start
+                with contextlib.suppress(psutil.Error):
+                    if any(str(self._directory) in word for word in child.cmdline()):
+                        child.kill()
+            return str(error)
+        return None
 
     def close(self) -> None:
         """End Ray and remove its files."""
