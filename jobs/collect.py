@@ -31,12 +31,9 @@ INTERRUPT = "interrupted"
 INTERRUPTED = 130
 _PER_WORKER = 64  # episodes under way at once, unless told
 
-_TASK_HELP = f"A reasoning-gym data set [chain_sum]; easy ones: {', '.join(EASY)}."
-_EPISODES_HELP = "How many, rounded up to whole groups [16]."
-_GROUP_HELP = "Episodes of the same question [4]."
-_FILE = "A JSONL file of Responses bodies to answer once each, instead of a task."
-_SET = "Override the config: engine.model=PATH."
-_CONCURRENCY_HELP = f"Episodes under way at once [{_PER_WORKER} a worker]."
+_TASK = f"A reasoning-gym data set; easy ones: {', '.join(EASY)}."
+_EPISODES = "How many, rounded up to whole groups."
+_PROMPTS = "A JSONL file of Responses bodies to answer once each, instead of a task."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,7 +74,8 @@ def from_task(
     """Whole groups of a task's questions."""
     groups = -(-episodes // group_size)
     if groups * group_size != episodes:
-        _say(f"{episodes} episodes are no whole groups of {group_size}: {groups * group_size} run")
+        full = groups * group_size
+        _say(f"{episodes} episodes do not fill groups of {group_size}: rolling out {full}")
     task = Task(name, groups, seed)
     prefix = f"{config.run_id}.{name}.s{seed}"
     made = task_episodes(task, prefix, groups, group_size, max_turns)
@@ -113,8 +111,7 @@ def collect(
         with Reporter(work.total) as reporter:
             collector = Collector(pool, writer, reporter, work.errors)
             asyncio.run(_until_done(collector, work.episodes, concurrency, signals))
-        summary = collector.summary.lines(collector.seconds, collector.errors, writer.files)
-        print("\n".join(summary), flush=True)
+        print("\n".join(_summary(collector, writer)), flush=True)
     return _verdict(collector, work.total)
 
 
@@ -127,6 +124,11 @@ async def _until_done(
         await collector.run(episodes, concurrency)
     finally:
         signals.on_stop = lambda: None  # closing the pool is what is left to do
+
+
+def _summary(collector: Collector, writer: Writer) -> list[str]:
+    lines = collector.summary.lines(collector.seconds, collector.errors, writer.files)
+    return lines + ([f"{'stopped':<12} {collector.stopped}"] if collector.stopped else [])
 
 
 def _verdict(collector: Collector, total: int) -> int:
@@ -146,15 +148,33 @@ def _verdict(collector: Collector, total: int) -> int:
 
 @app.command()
 def main(
-    config: Annotated[Path, typer.Option(help="The pool, as in configs/pool.")] = DEFAULT_CONFIG,
-    task: Annotated[str | None, typer.Option(help=_TASK_HELP)] = None,
-    episodes: Annotated[int | None, typer.Option(min=1, help=_EPISODES_HELP)] = None,
-    group_size: Annotated[int | None, typer.Option(min=1, help=_GROUP_HELP)] = None,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Tries an episode has [3].")] = None,
-    prompts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_FILE)] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the files [out].")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help=_CONCURRENCY_HELP)] = None,
+    config: Annotated[
+        Path, typer.Option(help="The pool.", show_default="configs/pool/cpu_demo.yaml")
+    ] = DEFAULT_CONFIG,
+    task: Annotated[str | None, typer.Option(help=_TASK, show_default="chain_sum")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help=_EPISODES, show_default="16")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="Episodes of one question.", show_default="4")
+    ] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(min=1, help="Tries of an episode.", show_default="3")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help=_PROMPTS)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the files.", show_default="out")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override the config; repeatable."),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Episodes under way at once.", show_default=f"{_PER_WORKER} a worker"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the task's questions.")] = 0,
 ) -> None:
     """Roll out multi-turn episodes over a pool and write trajectories-*.parquet."""
@@ -162,7 +182,7 @@ def main(
     signals.install()
     try:
         pool = PoolConfig.load(config, set_ or [])
-        writer = Writer(out_dir(out, os.environ, Path.cwd()))
+        directory = out_dir(out, os.environ, Path.cwd())
         if prompts is None:
             size = (episodes or 16, group_size or 4)
             work = from_task(pool, task or "chain_sum", *size, seed, max_turns or 3)
@@ -170,7 +190,7 @@ def main(
             _check_alone(task=task, episodes=episodes, group_size=group_size, max_turns=max_turns)
             work = from_prompts(pool, prompts)
         lanes = min(work.total, concurrency or _PER_WORKER * pool.workers.count)
-        code = collect(pool, work, writer, lanes, signals)
+        code = collect(pool, work, Writer(directory), lanes, signals)
     except RolloutError as error:
         _say(f"error: {error}")
         code = 1

@@ -96,7 +96,7 @@ class Collector:
         except Exception as error:  # an agent may raise anything; its row says what
             await self._fail(episode, error)
             if isinstance(error, PoolNotReady):
-                self.stop(str(error))
+                self.stop(await self._why_not_ready(error))
         else:
             self.succeeded += await self._finish(episode, outcome)
             self._solved += (outcome.reward or 0.0) >= SOLVED
@@ -119,9 +119,10 @@ class Collector:
 
     async def _fail(self, episode: Episode, error: Exception) -> None:
         """Count a failure, and leave a row that says the cause, so that groups become complete."""
-        cause = error.code if isinstance(error, RolloutError) else type(error).__name__
-        self.errors.add(cause, str(error))
-        await self._finish(episode, Outcome(status="error"), error=f"{cause}: {error}")
+        first = error.__cause__ or error
+        cause = first.code if isinstance(first, RolloutError) else type(first).__name__
+        self.errors.add(cause, str(first))
+        await self._finish(episode, Outcome(status="error"), error=f"{cause}: {first}")
 
     async def _finish(self, episode: Episode, outcome: Outcome, error: str | None = None) -> bool:
         told = {"turn_rewards": outcome.turn_rewards, "status": outcome.status, "error": error}
@@ -142,6 +143,15 @@ class Collector:
         if self._ready >= _ROWS_PER_FILE:
             self._due.set()
         return True
+
+    async def _why_not_ready(self, error: PoolNotReady) -> str:
+        """What became of the workers, which says more than that there is none."""
+        try:
+            workers = (await _answer(self._pool.status()))["workers"]
+        except (RolloutError, RayError):
+            return str(error)
+        reasons = [f"{w['name']} is {w['state']}: {w['reason']}" for w in workers if w["reason"]]
+        return "; ".join(["no worker serves", *reasons])
 
     async def _store(self) -> None:
         """Write rows while episodes go on, and what is left when they have ended."""
@@ -178,15 +188,20 @@ async def _answer(reference: Any) -> Any:
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:
-    """Call again, after a pause, what may succeed later."""
+    """Call again, after a pause, what may succeed later; the first error is the cause of others."""
+    first: RolloutError | None = None
     for pause in _PAUSES_S:
         try:
             return await _answer(call())
         except RolloutError as error:
             if not error.retryable:
-                raise
+                raise error from first
+            first = first or error
         await asyncio.sleep(pause)
-    return await _answer(call())
+    try:
+        return await _answer(call())
+    except RolloutError as error:
+        raise error from first
 
 
 def task_episodes(

@@ -23,7 +23,7 @@ from rollout_workers.backlog import Backlog, Entry, check_take
 from rollout_workers.config import BufferConfig
 from rollout_workers.errors import PoolNotReady, RolloutError
 from rollout_workers.journal import Block, Journal
-from rollout_workers.schema import row_id
+from rollout_workers.schema import from_ipc, row_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,16 @@ class Buffer:
         self._journal = Journal(directory / name, schema, fsync=self._config.fsync)
         self._schema, self._handle = schema, handle
 
-    async def append(self, batch: pa.RecordBatch) -> int:
+    async def append(self, rows: pa.RecordBatch | pa.Buffer) -> int:
         """Store rows; all segments of a trajectory come in one batch, next to each other.
 
-        Returns how many rows were new: a repeated delivery adds none.
+        Between processes they travel as ``to_ipc`` packs them. Returns how many rows were new: a
+        repeated delivery adds none.
 
         Raises:
             RolloutError: the rows could not be stored; the caller still holds them.
         """
+        batch = rows if isinstance(rows, pa.RecordBatch) else from_ipc(rows)
         groups = list(_trajectories(batch))
         new = [
             (start, rows) for start, rows, entry_id in groups if not self._backlog.knows(entry_id)

@@ -8,6 +8,7 @@ Shapes and traps of the endpoint: SGLang 0.5.23, `srt/managers/io_struct.py` and
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -71,6 +72,7 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
 
 
+_LOGPROB, _ID = operator.itemgetter(0), operator.itemgetter(1)
 _decode = msgspec.json.Decoder(_Reply).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -163,19 +165,22 @@ def _arrays(
     triples: list[tuple[float | None, int, str | None]],
     vocab_size: int,
 ) -> tuple[Ids, Logprobs]:
+    count = len(triples)
     try:
-        ids = np.asarray(output_ids, dtype=np.int64)
-        named = np.fromiter((t[1] for t in triples), np.int64, len(triples))
+        ids = np.fromiter(output_ids, np.int64, count)
+        named = np.fromiter(map(_ID, triples), np.int64, count)
     except OverflowError:
         raise BadEngineReply(f"{rid}: an id does not fit 64 bits") from None
-    with np.errstate(over="ignore"):  # what float32 cannot hold is found below
-        logprobs = np.fromiter(
-            (np.nan if t[0] is None else t[0] for t in triples), np.float32, len(triples)
-        )
+    try:
+        with np.errstate(over="ignore"):  # what float32 cannot hold is found below
+            logprobs = np.fromiter(map(_LOGPROB, triples), np.float32, count)
+    except TypeError:
+        at = next(i for i, triple in enumerate(triples) if triple[0] is None)
+        raise BadEngineReply(f"{rid}: logprob {at} is nan") from None
     if not np.array_equal(ids, named):
         at = int(np.flatnonzero(ids != named)[0])
         raise BadEngineReply(f"{rid}: logprob {at} names id {named[at]}, output has {ids[at]}")
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+    if count and int(ids.view(np.uint64).max()) >= vocab_size:  # a negative one is huge there
         raise BadEngineReply(f"{rid}: an id lies outside the vocabulary of {vocab_size}")
     sound = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
     if not sound.all():
@@ -263,6 +268,8 @@ class EngineClient:
 
     async def abort(self, worker: WorkerInfo, rid: str) -> None:
         """Tell the engine to drop a request; quiet if the engine is gone."""
+        if self._http.closed:
+            return  # the engine saw its connection close
         headers = {"Authorization": f"Bearer {worker.admin_key}"}
         try:
             async with self._http.post(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from rollout_workers.ledger import Sampled
 from rollout_workers.responses import ECHOED_DEFAULTS, Request
@@ -57,7 +58,7 @@ def build(request: Request, reply: Reply, with_token_ids: bool) -> Json:
 
 def items_json(items: list[Json]) -> str:
     """Items for the row's ``items`` column: for people and rubrics, never for training."""
-    return json.dumps(items, ensure_ascii=False)
+    return msgspec.json.encode(items).decode()
 
 
 def _output_message(reply: Reply, status: str, with_token_ids: bool) -> Json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 import uuid
 from collections import Counter
@@ -26,12 +27,13 @@ from rollout_workers.identity import session_name, session_of
 from rollout_workers.outbox import Outbox
 from rollout_workers.responses import parse
 from rollout_workers.routing import Roster, WorkerInfo
-from rollout_workers.schema import row_schema
+from rollout_workers.schema import row_schema, to_ipc
 from rollout_workers.sessions import Declaration, Outcome, Session, Sessions
 from rollout_workers.template import ChatTemplate
 from rollout_workers.turns import Turns
 
 Json = dict[str, Any]
+_GC_THRESHOLDS = 50_000, 20, 20  # Python's first is 700, passed by every reply
 _EXPIRED = "idle beyond the session TTL"
 
 
@@ -195,12 +197,15 @@ class Router:
 
     def _load_template(self) -> ChatTemplate:
         engine = self.config.engine
-        return ChatTemplate(
+        template = ChatTemplate(
             models.resolve(engine.model),
             trust_remote_code=engine.trust_remote_code,
             options=self.config.sampling.chat_template_kwargs,
             without_torch=self._own_process,
         )
+        if self._own_process:
+            _collect_seldom()
+        return template
 
     def _store_once(self, session: Session, outcome: Outcome) -> asyncio.Task[Json]:
         storing = self._storing.get(session.id)
@@ -226,8 +231,8 @@ class Router:
         self._counts["trajectories"] += 1
         return result
 
-    async def _append(self, batch: Any) -> int:
-        return int(await self._buffer.append.remote(batch))
+    async def _append(self, batch: pa.RecordBatch) -> int:
+        return int(await self._buffer.append.remote(to_ipc(batch)))
 
     async def _expire(self) -> None:
         """Close idle sessions a few at a time."""
@@ -275,3 +280,10 @@ class Router:
         except RolloutError as error:
             self._counts[f"error.{error.code}"] += 1
             raise
+
+
+def _collect_seldom() -> None:
+    """Look for cycles less often: a reply is thousands of objects, none of them in one."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)

@@ -314,6 +314,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def _json(metadata: Json) -> str:
+    if not metadata:
+        return "{}"
     try:
         text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

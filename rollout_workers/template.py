@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -62,7 +63,7 @@ class ChatTemplate:
             raise ConfigError(f"the model in {path} has no chat template; use an instruct model")
         self.options = options or {}
         self.digest = self._digest()
-        self._lock = threading.Lock()  # fast tokenizers change their own state while encoding
+        self._codec = _Codec(self._tokenizer)
         added = self._tokenizer.get_added_vocab()
         control = [t for t in self._tokenizer.all_special_tokens if t in added]
         self._added, self._control = _spellings(added), _spellings(control)
@@ -89,9 +90,7 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int] | Ids, *, special: bool = False) -> str:
         """Text of ``ids``; incomplete characters become U+FFFD. ``special`` keeps control ids."""
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
+        return self._codec.decode(np.asarray(ids).tolist(), special)
 
     def _digest(self) -> str:
         parts = [self._tokenizer.chat_template, sorted(self._tokenizer.get_added_vocab().items())]
@@ -129,12 +128,79 @@ class ChatTemplate:
         return spellings.sub(lambda found: _CUT.join(found[0]), message.content)
 
     def _encode(self, text: str) -> Ids:
+        pieces = map(self._codec.encode, text.split(_CUT))
+        return np.fromiter(itertools.chain.from_iterable(pieces), np.int32)
+
+
+class _Codec:
+    """Encodes and decodes as a tokenizer does, without what its wrapper spends. Thread-safe."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # the wrapper changes its own state while encoding
+        self._backend = _backend(tokenizer)
+        self._bytes = None if self._backend is None else _byte_table(self._backend)
+
+    def encode(self, text: str) -> list[int]:
+        if self._backend is not None:
+            # Unlike ``encode`` it counts no offsets, and lets other threads run.
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         with self._lock:
-            pieces = [
-                self._tokenizer.encode(piece, add_special_tokens=False)
-                for piece in text.split(_CUT)
-            ]
-        return np.asarray([token for piece in pieces for token in piece], dtype=np.int32)
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int], special: bool) -> str:
+        if self._bytes is not None and not special:
+            with contextlib.suppress(IndexError):  # an id that the tokenizer does not know
+                return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
+        if self._backend is not None:
+            return self._backend.decode(ids, skip_special_tokens=not special)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The tokenizer inside transformers' wrapper where that adds nothing of its own, else None."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    steps = ("encode", "_encode_plus", "decode", "_decode")
+    if not all(hasattr(plain, s) and getattr(kind, s, None) is getattr(plain, s) for s in steps):
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # as the wrapper does before each call
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def _byte_table(backend: Any) -> list[bytes] | None:
+    """The bytes of each id where decoding is joining them, control ids left out; else None."""
+    from tokenizers import decoders
+
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        return None
+    added = backend.get_added_tokens_decoder()
+    control = {token.content for token in added.values() if token.special}
+    letters = _byte_letters()
+    table = []
+    for number in range(max(backend.get_vocab().values()) + 1):
+        token = backend.id_to_token(number)
+        if token is None or token in control:
+            table.append(b"")
+        elif all(letter in letters for letter in token):
+            table.append(bytes(letters[letter] for letter in token))
+        else:
+            table.append(token.encode())
+    text = backend.decode(list(range(len(table))), skip_special_tokens=True)
+    return table if b"".join(table).decode("utf-8", "replace") == text else None
+
+
+def _byte_letters() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, others from U+0100."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(other)}
 
 
 @contextlib.contextmanager

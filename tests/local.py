@@ -91,7 +91,8 @@ def build_model(directory: Path, template: str | None = CHATML) -> Path:
     if template is not None:
         fast.chat_template = template
     fast.save_pretrained(directory)
-    config = {"model_type": "qwen2", "vocab_size": VOCAB_SIZE, "max_position_embeddings": 8192}
+    # For some other types transformers would put a normalizer and a regex into the tokenizer.
+    config = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "max_position_embeddings": 8192}
     (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": END}))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 0]}))
     save_file({"w": np.zeros(1, np.float32)}, directory / "model.safetensors")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -152,7 +152,7 @@ def test_right_take() -> None:
 class Deliveries(RuleBasedStateMachine):
     """Trajectories arrive, are taken by one or by group, and leases end in every way."""
 
-    GROUPS = {"g": 2, "h": 3}
+    GROUPS: ClassVar = {"g": 2, "h": 3}
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from local import Local
 from rollout_workers.buffer import Batch, Buffer
 from rollout_workers.config import BufferConfig
 from rollout_workers.errors import BadRequest, Conflict, PoolNotReady, RolloutError
-from rollout_workers.schema import Row, Span, TurnRecord, record_batch, row_schema
+from rollout_workers.schema import Row, Span, TurnRecord, record_batch, row_schema, to_ipc
 
 SCHEMA = row_schema("m", "d")
 
@@ -28,9 +28,7 @@ def rows(name: str, segments: int = 1, width: int = 4, **fields: Any) -> list[Ro
         ids = np.full(width, int(name.strip("t") or 0) * 100 + segment, np.int32)
         mask = np.zeros(width, np.uint8)
         mask[1:] = 1
-        turn = TurnRecord(
-            response_id="r", start=1, end=width, finish_reason="stop", worker="w0"
-        )
+        turn = TurnRecord(response_id="r", start=1, end=width, finish_reason="stop", worker="w0")
         made.append(
             Row(
                 trajectory_id=name,
@@ -62,6 +60,10 @@ def ids_of(batch: Batch) -> list[str]:
     return batch.row_ids
 
 
+def is_there(path: Path) -> bool:
+    return path.exists()
+
+
 async def new(directory: Path | None = None, **settings: Any) -> Buffer:
     buffer = Buffer(BufferConfig(directory=directory, **settings))
     await buffer.open(SCHEMA, Local(buffer))
@@ -85,6 +87,12 @@ async def test_rows_come_back_as_they_were(buffer: Buffer) -> None:
     assert ids_of(batch) == ["t1/0", "t2/0", "t2/1"]
     assert await batch.ack() == 2
     assert len(await buffer.take(n=5)) == 0
+
+
+async def test_rows_may_come_packed(buffer: Buffer) -> None:
+    sent = block(rows("t1"), rows("t2", segments=2))
+    assert await buffer.append(to_ipc(sent)) == 3
+    assert (await buffer.take(n=5)).table.equals(pa.Table.from_batches([sent]))
 
 
 async def test_segments_of_a_trajectory_stay_together(buffer: Buffer) -> None:
@@ -228,9 +236,9 @@ async def test_taken_rows_outlive_the_buffer() -> None:
     await buffer.append(block(rows("t1")))
     batch = await buffer.take(n=1)
     spool = Path((await buffer.status())["spool"])
-    assert spool.exists()
+    assert is_there(spool)
     await buffer.stop()
-    assert not spool.parent.exists()  # a temporary one
+    assert not is_there(spool.parent)  # a temporary one
     assert batch.table["token_ids"].to_pylist() == [[100] * 4]
 
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "config", "diagnosis", "ports", "node", "processes", "cpu_platform", "lease"),
     ("schema",),
     ("ledger", "responses", "reply", "routing", "identity", "sessions", "backlog", "template"),
-    ("journal", "outbox", "models", "launch"),
+    ("journal", "outbox", "models", "model_cache", "demo_models", "launch"),
     ("engine", "server"),
     ("turns", "http", "worker", "controller", "router", "buffer"),
     ("cluster", "pool"),

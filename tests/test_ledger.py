@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -233,7 +234,7 @@ def spans_of(draw: st.DrawFn, count: int) -> tuple[Span, ...]:
     edges = [0, *cuts, count]
     version = draw(st.integers(0, 3))
     spans = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         if end > start:
             spans.append(Span(start=start, end=end, version=version))
             version += draw(st.integers(0, 2))

@@ -89,9 +89,7 @@ async def test_second_turn_carries_the_sampled_ids(
     engine.script.replies = [Reply(ids=generated, finish_reason=finish), Reply(ids=[END])]
     async with running(config(make_model(template)), engine) as rig:
         reply = await rig.ask("hi", session="s", return_token_ids=True)
-        await rig.router.respond(
-            {"input": [*history("hi"), *reply["output"], *history("hi")]}, "s"
-        )
+        await rig.router.respond({"input": [*history("hi"), *reply["output"], *history("hi")]}, "s")
         one, two = rig.prompts()
         assert one == first
         assert two == [*first, *generated, *glue, *first]
@@ -247,7 +245,8 @@ async def test_ids_on_items_are_not_taken_for_another_message(rig: Rig) -> None:
     await rig.router.respond({"input": [*history("hi"), lied, *history("go")]}, "s")
     _, injected, contradicted = rig.prompts()
     for prompt in (injected, contradicted):
-        assert "".join(map(chr, prompt)).count("".join(map(chr, HELLO))) == 0
+        runs = [prompt[i : i + len(HELLO)] for i in range(len(prompt))]
+        assert HELLO not in runs
     await rig.router.finish("s")
     rows = await rig.rows()
     assert [row["segment_reason"] for row in rows] == ["start", *["history_mismatch"] * 2]
@@ -605,6 +604,7 @@ async def test_finish_waits_for_the_turn_in_flight(rig: Rig) -> None:
 
 
 async def test_finish_survives_its_caller(rig: Rig) -> None:
+    """Once begun it ends by itself, and the caller may ask again what became of it."""
     rig.engine.script.delay_s = 0.2
     turn = asyncio.create_task(rig.ask("hi", session="s"))
     await until(lambda: len(rig.engine.running) == 1)
@@ -614,6 +614,11 @@ async def test_finish_survives_its_caller(rig: Rig) -> None:
     with pytest.raises(asyncio.CancelledError):
         await finish
     await turn
+
+    async def stored() -> bool:
+        return bool((await rig.buffer.status())["waiting"])
+
+    await until(stored)
     told = await rig.router.finish("s", reward=1.0)
     assert told["turns"] == 1
     assert len(await rig.rows()) == 1

@@ -17,9 +17,11 @@ from rollout_workers.schema import (
     Span,
     TurnRecord,
     check,
+    from_ipc,
     record_batch,
     row_id,
     row_schema,
+    to_ipc,
 )
 
 SCHEMA = row_schema("a-model", "digest")
@@ -242,6 +244,17 @@ def test_schema_says_what_it_is() -> None:
         "routed_experts",
         "error",
     }
+
+
+def test_batches_travel_whole_and_are_not_copied_on_arrival() -> None:
+    rows = [row(reward=0.5, group_id="g"), empty_row(segment=1), row(segment=2)]
+    for batch in (record_batch(rows, SCHEMA), record_batch([], SCHEMA)):
+        data = to_ipc(batch)
+        before = pa.total_allocated_bytes()
+        got = from_ipc(data)
+        assert pa.total_allocated_bytes() <= before
+        assert got.equals(batch)
+        assert got.schema.equals(SCHEMA, check_metadata=True)
 
 
 def test_row_ids_tell_segments_apart() -> None:

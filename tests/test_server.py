@@ -80,7 +80,7 @@ async def test_early_exit_raises_the_cause_and_leaves_nothing(own_node: Path) ->
 
 async def test_a_slow_start_tells_what_the_engine_said_last(own_node: Path) -> None:
     script = {"start_delay_s": 60, "start_log": "Load weight begin."}
-    server = new_server(engine_config(script, start_timeout_s=1))
+    server = new_server(engine_config(script, start_timeout_s=8))
     with pytest.raises(StartFailed, match=r"^the engine failed: Load weight begin\. \(not serving"):
         await server.start("scripted")
     assert left_behind(own_node) == [] and not identify(server.pid)

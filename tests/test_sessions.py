@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from rollout_workers.errors import BadRequest, Conflict, NotFound, RolloutError
-from rollout_workers.identity import new_response_id, parse_flag, parse_size, session_name, session_of
+from rollout_workers.identity import (
+    new_response_id,
+    parse_flag,
+    parse_size,
+    session_name,
+    session_of,
+)
 from rollout_workers.ledger import Message, Sampled, root_key
 from rollout_workers.schema import Span, TurnRecord, record_batch, row_schema
 from rollout_workers.sessions import (
@@ -87,7 +93,8 @@ def test_response_ids_lead_back(session: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "resp_", "resp__x", "resp_zzzz_y", "chatcmpl-1", "🙂", "resp_\u00ff\u00ff_1", 5, None]
+    "wrong",
+    ["", "resp_", "resp__x", "resp_zzzz_y", "chatcmpl-1", "🙂", "resp_\u00ff\u00ff_1", 5, None],
 )
 def test_foreign_response_ids(wrong: Any) -> None:
     sessions = Sessions(10)

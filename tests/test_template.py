@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from local import (
     CHATML,
@@ -64,6 +65,7 @@ def test_t0_ids(template: ChatTemplate, t0: Path) -> None:
 
     assert (plain("\n"), plain("o"), plain(" ")) == ([NEWLINE], [81], [223])
     assert (plain("hello"), plain("🙂")) == ([262], SMILE)
+    assert (plain("123"), plain("  "), plain('{":')) == ([265], [263], [267, 28])
     assert plain(FORGED) == [2, 201, 1, 85, 91, 85, 86, 71, 79, 201, 81, 68, 71, 91]
     assert models.describe(t0).eos_token_ids == (0, END)
 
@@ -221,6 +223,27 @@ def test_decode(template: ChatTemplate) -> None:
     broken = template.decode(SMILE[:2])
     assert set(broken) <= {"\ufffd"}
     assert broken.encode()
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE + 2), max_size=30), st.booleans())
+@example([*SMILE[:3], 0, *SMILE[3:]], False)
+@example([3 + 0xA1, 258, 130, 1, 175], True)
+def test_decoding_is_the_tokenizers_own(
+    template: ChatTemplate, ids: list[int], special: bool
+) -> None:
+    wanted = template._tokenizer.decode(
+        ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+    )
+    assert template.decode(ids, special=special) == wanted
+    assert template.decode(np.array(ids, np.int32), special=special) == wanted
+
+
+@given(PLAIN_REPLY)
+def test_encoding_is_the_tokenizers_own(template: ChatTemplate, text: str) -> None:
+    plain = template._tokenizer.encode(
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+    )
+    assert template.render([user(text)]).tolist() == plain
 
 
 # Loading.

@@ -155,5 +155,6 @@ def test_interrupt_keeps_what_is_finished(mark: str, tmp_path: Path) -> None:
         check_row(row)
     assert len(rows) >= int(seen.split("/")[0])
     assert f"episodes     {len(rows)} (" in summary
+    assert summary.splitlines()[-1] == "stopped      interrupted"
     assert log.splitlines()[-1] == f"interrupted: {len(rows)} of 100000 episodes written"
     assert {row["status"] for row in rows} <= {"completed", "length"}
