@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +20,7 @@ from rollout_workers.backlog import Backlog, Entry, check_take
 from rollout_workers.config import BufferConfig
 from rollout_workers.errors import PoolNotReady, RolloutError
 from rollout_workers.journal import Block, Journal
+from rollout_workers.node import node_dir
 from rollout_workers.schema import from_ipc, row_id
 
 
@@ -68,7 +66,6 @@ class Buffer:
 
     def __init__(self, config: BufferConfig) -> None:
         self._config = config
-        self._temporary = None if config.directory else tempfile.mkdtemp(prefix="rollout-spool-")
         self._backlog: Backlog[_Place] = Backlog(config.lease_s)
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
@@ -79,7 +76,7 @@ class Buffer:
 
         ``handle`` is this actor's own, which batches need to acknowledge themselves.
         """
-        directory = Path(self._config.directory or self._temporary or "")
+        directory = self._config.directory or node_dir("spools")
         name = f"rows-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**9:09d}.arrows"
         self._journal = Journal(directory / name, schema, fsync=self._config.fsync)
         self._schema, self._handle = schema, handle
@@ -160,12 +157,18 @@ class Buffer:
             **{name: self._counts[name] for name in _COUNTS},
         }
 
-    async def stop(self) -> None:
-        """Close the spool; a temporary one is removed."""
-        if self._journal is not None:
-            self._journal.close()
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+    async def stop(self) -> dict[str, Any]:
+        """Close the spool; returns how many trajectories nobody acknowledged, and where they are.
+
+        A spool in a directory that was not chosen is removed if all of it was acknowledged.
+        """
+        unread = self._backlog.waiting + self._backlog.leased
+        if self._journal is None:
+            return {"unread": unread, "spool": None}
+        self._journal.close()
+        if self._config.directory is None and not unread:
+            self._journal.path.unlink(missing_ok=True)
+        return {"unread": unread, "spool": str(self._journal.path)}
 
     @property
     def _spool(self) -> Journal:

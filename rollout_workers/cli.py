@@ -48,12 +48,15 @@ def serve(
         _say(event)
 
     try:
-        with RolloutPool.start(loaded, on_event=listen) as pool:
-            print(f"ready: {pool.url}" if pool.url else "ready", flush=True)
-            pool.wait()
+        pool = RolloutPool.start(loaded, on_event=listen)
+    except KeyboardInterrupt:
+        return _say("stopped before it was ready")
+    try:
+        print(f"ready: {pool.url}" if pool.url else "ready", flush=True)
+        pool.wait()
     except KeyboardInterrupt:
         pass
-    _say("stopped")
+    _say_stopped(pool.close())
 
 
 @app.command()
@@ -81,8 +84,7 @@ def stop(
     """Stop a pool, wherever it was started from, and wait until its engines are gone."""
     from rollout_workers.pool import RolloutPool
 
-    RolloutPool.connect(name, address).close()
-    _say(f"pool {name} is stopped")
+    _say_stopped(RolloutPool.connect(name, address).close())
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -113,6 +115,12 @@ def _show(found: dict[str, Any]) -> None:
 def _counts(router: dict[str, Any]) -> str:
     counts = {"sessions": router.get("sessions", 0), **router.get("counts", {})}
     return router.get("error") or ", ".join(f"{key} {value}" for key, value in counts.items())
+
+
+def _say_stopped(word: dict[str, Any]) -> None:
+    _say("stopped")
+    if word.get("unread"):
+        _say(f"{word['unread']} trajectories were never acknowledged; they are in {word['spool']}")
 
 
 def _say(event: str) -> None:

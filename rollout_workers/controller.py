@@ -108,10 +108,14 @@ class Controller:
         with contextlib.suppress(RayError):
             await self._publish()
 
-    async def shutdown(self) -> None:
-        """Stop the whole pool: workers, routers, buffer. The caller then ends this actor."""
+    async def shutdown(self) -> Any:
+        """Stop the whole pool: workers, routers, buffer. The caller then ends this actor.
+
+        Returns what the buffer says of trajectories that nobody acknowledged, None if it is lost.
+        """
         await self.stop_workers()
-        await asyncio.gather(*(_retire(actor) for actor in [*self._routers, self._buffer]))
+        await asyncio.gather(*(_retire(router) for router in self._routers))
+        return await _retire(self._buffer)
 
     async def stop(self) -> None:
         """What this actor owes its workers when its driver is gone: they end by themselves."""
@@ -213,12 +217,14 @@ async def _until_exit(handle: Any) -> str:
             return f"worker actor lost: {str(error).splitlines()[0]}"
 
 
-async def _retire(handle: Any) -> None:
-    """Let an actor stop in order; end it by force if it does not."""
+async def _retire(handle: Any) -> Any:
+    """Let an actor stop in order; end it by force if it does not. Returns its last word."""
+    word = None
     with contextlib.suppress(RayError, TimeoutError):
-        await asyncio.wait_for(handle.stop.remote(), _KILL_AFTER_S)
+        word = await asyncio.wait_for(handle.stop.remote(), _KILL_AFTER_S)
     with contextlib.suppress(RayError, ValueError):
         ray.kill(handle)
+    return word
 
 
 async def _ask(method: Any) -> dict[str, Any]:

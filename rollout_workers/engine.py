@@ -166,24 +166,27 @@ def _arrays(
     vocab_size: int,
 ) -> tuple[Ids, Logprobs]:
     count = len(triples)
+    named = list(map(_ID, triples))
+    if named != output_ids:
+        at = next(i for i in range(count) if named[i] != output_ids[i])
+        raise BadEngineReply(
+            f"{rid}: logprob {at} names id {named[at]}, output has {output_ids[at]}"
+        )
     try:
         ids = np.fromiter(output_ids, np.int64, count)
-        named = np.fromiter(map(_ID, triples), np.int64, count)
     except OverflowError:
         raise BadEngineReply(f"{rid}: an id does not fit 64 bits") from None
+    if count and int(ids.view(np.uint64).max()) >= vocab_size:  # a negative one is huge there
+        raise BadEngineReply(f"{rid}: an id lies outside the vocabulary of {vocab_size}")
     try:
         with np.errstate(over="ignore"):  # what float32 cannot hold is found below
             logprobs = np.fromiter(map(_LOGPROB, triples), np.float32, count)
     except TypeError:
         at = next(i for i, triple in enumerate(triples) if triple[0] is None)
         raise BadEngineReply(f"{rid}: logprob {at} is nan") from None
-    if not np.array_equal(ids, named):
-        at = int(np.flatnonzero(ids != named)[0])
-        raise BadEngineReply(f"{rid}: logprob {at} names id {named[at]}, output has {ids[at]}")
-    if count and int(ids.view(np.uint64).max()) >= vocab_size:  # a negative one is huge there
-        raise BadEngineReply(f"{rid}: an id lies outside the vocabulary of {vocab_size}")
-    sound = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
-    if not sound.all():
+    # NaN compares as false, so it is not sound either.
+    if count and not (logprobs.max() <= LOGPROB_TOLERANCE and logprobs.min() > -np.inf):
+        sound = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
         at = int(np.flatnonzero(~sound)[0])
         raise BadEngineReply(f"{rid}: logprob {at} is {logprobs[at]}")
     return ids.astype(np.int32), logprobs

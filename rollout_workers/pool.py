@@ -123,7 +123,10 @@ class RolloutPool:
         return self._controller.status.remote()
 
     def stop(self) -> Any:
-        """Stop engines and actors; the reference resolves when no engine is left."""
+        """Stop engines and actors; resolves when no engine is left.
+
+        It resolves to ``{"unread": n, "spool": path}``: how many trajectories nobody acknowledged.
+        """
         return self._controller.end.remote()
 
     def wait(self) -> None:
@@ -131,16 +134,21 @@ class RolloutPool:
         with contextlib.suppress(RayError):
             ray.get(self._controller.hold.remote())
 
-    def close(self) -> None:
-        """Stop the pool, wait until its actors are gone, and end a Ray that ``start`` began."""
+    def close(self) -> Json:
+        """Stop the pool, wait until its actors are gone, and end a Ray that ``start`` began.
+
+        Returns what ``stop`` resolves to, or nothing if the pool had ended before.
+        """
+        word: Json = {}
         with contextlib.suppress(RayError):
-            ray.get(self.stop(), timeout=_GONE_S)
+            word = ray.get(self.stop(), timeout=_GONE_S) or {}
         for actor in (self._controller, self._anchor):
             with contextlib.suppress(RayError, ValueError):
                 if actor is not None:
                     ray.kill(actor)
         if self._ray is not None:
             self._ray.close()
+        return word
 
     def __enter__(self) -> RolloutPool:
         return self
@@ -244,9 +252,10 @@ def _leased(kind: type) -> type:
         async def hold(self) -> None:
             await asyncio.Event().wait()
 
-        async def end(self) -> None:
-            await self.shutdown()
+        async def end(self) -> Any:
+            word = await self.shutdown()
             self._ending = asyncio.create_task(lease.leave(self.stop, after_s=0.2), name="leave")
+            return word
 
         async def node_id(self) -> str:
             return str(ray.get_runtime_context().get_node_id())

@@ -231,15 +231,30 @@ async def test_part_of_a_block_does_not_drag_it_along(buffer: Buffer) -> None:
     assert sink.getvalue().size < 1_000_000
 
 
-async def test_taken_rows_outlive_the_buffer() -> None:
-    buffer = await new()
+async def test_taken_rows_outlive_the_buffer(tmp_path: Path) -> None:
+    buffer = await new(tmp_path)
     await buffer.append(block(rows("t1")))
     batch = await buffer.take(n=1)
-    spool = Path((await buffer.status())["spool"])
-    assert is_there(spool)
     await buffer.stop()
-    assert not is_there(spool.parent)  # a temporary one
+    for spool in tmp_path.iterdir():
+        spool.unlink()
     assert batch.table["token_ids"].to_pylist() == [[100] * 4]
+
+
+async def test_a_spool_of_its_own_stays_only_while_it_holds_unread_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for acknowledge in (False, True):
+        buffer = await new()
+        await buffer.append(block(rows("t1")))
+        batch = await buffer.take(n=1)
+        if acknowledge:
+            await buffer.ack(batch.lease)
+        word = await buffer.stop()
+        assert word["unread"] == (0 if acknowledge else 1)
+        assert is_there(Path(word["spool"])) is not acknowledge
+        assert Path(word["spool"]).is_relative_to(tmp_path)
 
 
 async def test_a_given_directory_keeps_the_spool(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 
+SPOOLS = tempfile.TemporaryDirectory(prefix="rw-test-spools-")  # gone with the test session
 SCRIPTED = Path(__file__).parent.parent / "scripted_engine.py"
 
 
@@ -28,6 +30,7 @@ def scripted(model: str, *, name: str, workers: int = 2, mark: str = "", **scrip
             "start_timeout_s": 120,
         },
         "workers": {"count": workers},
+        "buffer": {"directory": SPOOLS.name},
         "ray": {"num_cpus": 2},
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import wait_gone
+from pools import SPOOLS, wait_gone
 
 from rollout_workers import RolloutPool, models
 
@@ -24,6 +24,7 @@ def tiny_pool(name: str, mark: str, workers: int = 1) -> dict[str, Any]:
             "env": {"RW_TEST_MARK": mark},
         },
         "workers": {"count": workers},
+        "buffer": {"directory": SPOOLS.name},
         "ray": {"num_cpus": 2},
     }
 
