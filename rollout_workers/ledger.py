@@ -32,7 +32,7 @@ class SegmentReason(StrEnum):
     HISTORY = "history_mismatch"  # earlier messages differ from what was sent or returned
     TEMPLATE = "template"  # the chat template cannot be continued token by token
     EMPTY = "empty"  # nothing was ever generated
-    BRANCH = "branch"  # a second continuation of a turn that already has one
+    BRANCH = "branch"  # a second answer to what was asked before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,7 @@ class Ledger:
     turns: list[Turn] = field(default_factory=list)
     _by_key: dict[Key, int] = field(default_factory=dict)
     _children: dict[int | None, list[int]] = field(default_factory=dict)
+    _asked: set[Key] = field(default_factory=set)  # histories that began a segment
 
     def plan(self, root: Key, messages: Sequence[Message], bridgeable: bool = True) -> Plan:
         """Match a history against the turns held. Nothing changes until ``commit``."""
@@ -142,6 +143,8 @@ class Ledger:
             return Plan(anchor, reason, last + 1, keys[-1])
         if anchor is not None:
             return Plan(None, SegmentReason.TEMPLATE, 0, keys[-1])
+        if keys[-1] in self._asked:
+            return Plan(None, SegmentReason.BRANCH, 0, keys[-1])
         reason = SegmentReason.HISTORY if self.turns else SegmentReason.START
         return Plan(None, reason, 0, keys[-1])
 
@@ -167,6 +170,8 @@ class Ledger:
             reason = SegmentReason.BRANCH
         self.turns.append(Turn(plan.anchor, reason, context, sampled))
         siblings.append(number)
+        if plan.anchor is None:
+            self._asked.add(plan.key)
         self._by_key[chain(plan.key, [reply])[-1]] = number
         return number
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from rollout_workers.fields import ECHOED_DEFAULTS
 from rollout_workers.ledger import Sampled
-from rollout_workers.responses import ECHOED_DEFAULTS, Request
+from rollout_workers.responses import Request
 from rollout_workers.schema import Ids
 
 Json = dict[str, Any]

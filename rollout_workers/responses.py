@@ -1,20 +1,22 @@
 """Responses bodies to chat messages. Pure; `reply.py` is the way back.
 
 A field is honoured, accepted because it cannot change what is sampled, or refused with a 400 that
-names it: ``_Body`` is the table. Text conversations only; tools, images and streaming are refused.
+names it: ``Body`` in `fields.py` is the table. Text conversations only; tools, images and
+streaming are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import StrictFloat, StrictInt
 from pydantic import ValidationError as PydanticError
 
 from rollout_workers.config import SamplingConfig
 from rollout_workers.errors import BadRequest
+from rollout_workers.fields import ECHOED_DEFAULTS, Body
 from rollout_workers.ledger import Message
 
 Json = dict[str, Any]
@@ -25,75 +27,6 @@ _MAX_STOPS = 16
 _UNSUPPORTED = {"literal_error", "none_required", "too_long"}
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
-
-
-class _Body(BaseModel):
-    """Fields of a Responses create call that this pool takes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    # honoured
-    input: StrictStr | list[Any]
-    model: StrictStr | None = None
-    instructions: StrictStr | None = None
-    max_output_tokens: Annotated[StrictInt, Field(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    metadata: dict[StrictStr, StrictStr] | None = None
-    # honoured, beyond OpenAI's
-    top_k: Annotated[StrictInt, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]] | None = None
-    ignore_eos: StrictBool | None = None
-    return_token_ids: StrictBool | None = None
-    # accepted: they ask for nothing, or for what happens anyway
-    background: Literal[False] | None = None
-    conversation: None = None
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
-    max_tool_calls: None = None
-    n: Literal[1] | None = None
-    parallel_tool_calls: StrictBool | None = None  # there are no tools to call
-    previous_response_id: None = None
-    prompt: None = None
-    prompt_cache_key: StrictStr | None = None
-    prompt_cache_retention: None = None
-    reasoning: None = None
-    safety_identifier: StrictStr | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: StrictBool | None = None  # nothing is kept for retrieval: the reply says false
-    stream: Literal[False] | None = None
-    stream_options: None = None
-    text: Json | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    top_logprobs: Literal[0] | None = None
-    truncation: Literal["disabled"] | None = None
-    user: StrictStr | None = None
-
-
-# What the reply says of fields that the request left out; the request's own value where it has one.
-ECHOED_DEFAULTS: Json = {
-    "background": False,
-    "instructions": None,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
-    "reasoning": {"effort": None, "summary": None},
-    "safety_identifier": None,
-    "service_tier": "default",
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "truncation": "disabled",
-    "user": None,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +79,7 @@ def parse(body: Mapping[str, Any], defaults: SamplingConfig) -> Request:
     if not isinstance(body, Mapping):
         raise BadRequest(f"the body must be a JSON object, not {_kind(body)}", "body")
     try:
-        parsed = _Body.model_validate(dict(body))
+        parsed = Body.model_validate(dict(body))
     except PydanticError as error:
         raise _refusal(error) from None
     _check_metadata(parsed.metadata)
@@ -209,7 +142,7 @@ def _check_text(text: Json | None) -> None:
             raise BadRequest(f"text.{key} is not supported", f"text.{key}", "unsupported_value")
 
 
-def _messages(body: _Body) -> list[Message]:
+def _messages(body: Body) -> list[Message]:
     if isinstance(body.input, str):
         items: list[Any] = [{"role": "user", "content": body.input}]
     else:
@@ -283,7 +216,7 @@ def _text(text: Any, path: str) -> str:
     return text
 
 
-def _sampling(body: _Body, defaults: SamplingConfig) -> SamplingParams:
+def _sampling(body: Body, defaults: SamplingConfig) -> SamplingParams:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > _MAX_STOPS or not all(stop):
         raise BadRequest(f"stop takes up to {_MAX_STOPS} strings, none empty", "stop")

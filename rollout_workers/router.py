@@ -25,10 +25,11 @@ from rollout_workers.errors import BadRequest, NotFound, PoolNotReady, RolloutEr
 from rollout_workers.http import serve
 from rollout_workers.identity import session_name, session_of
 from rollout_workers.outbox import Outbox
+from rollout_workers.outcome import Declaration, Outcome
 from rollout_workers.responses import parse
 from rollout_workers.routing import Roster, WorkerInfo
 from rollout_workers.schema import row_schema, to_ipc
-from rollout_workers.sessions import Declaration, Outcome, Session, Sessions
+from rollout_workers.sessions import Session, Sessions
 from rollout_workers.template import ChatTemplate
 from rollout_workers.turns import Turns
 
@@ -171,7 +172,7 @@ class Router:
         with self._counted():
             session = self._find(session_id, response_id)
             outcome = Outcome.of(
-                session, reward, turn_rewards, status, metadata, response_id, error
+                session.declaration, reward, turn_rewards, status, metadata, response_id, error
             )
             self._sessions.begin_finish(session, outcome)
             if session.result is not None:
@@ -251,7 +252,7 @@ class Router:
                 self._sessions.drop(session)
                 self._roster.forget(session.id)
                 return
-            session.outcome = Outcome.of(session, status="aborted", error=_EXPIRED)
+            session.outcome = Outcome.of(session.declaration, status="aborted", error=_EXPIRED)
         try:
             await self._store_once(session, session.outcome)
         except RolloutError:

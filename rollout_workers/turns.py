@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout_workers.config import PoolConfig
 from rollout_workers.engine import EngineClient, Generation
-from rollout_workers.errors import Conflict, ContextOverflow, PoolNotReady
+from rollout_workers.errors import ContextOverflow, PoolNotReady
 from rollout_workers.identity import new_response_id
 from rollout_workers.ledger import Message, Plan, Sampled, root_key
 from rollout_workers.reply import Reply, build
@@ -69,8 +69,6 @@ class Turns:
             )
         finally:
             self._roster.release(choice)
-        if session.result is not None:
-            raise Conflict(f"session {session.id} was finished during this turn", "session_id")
         sampled = _sampled(generation, request, choice, response_id, clamped)
         text = self._text(generation)
         number = session.ledger.commit(
@@ -151,9 +149,9 @@ class Turns:
         if isinstance(matched, int) and len(ids) and int(ids[-1]) == matched:
             ids = ids[:-1]
         text = self._template.decode(ids)
-        return (
-            text[: text.rindex(matched)] if isinstance(matched, str) and matched in text else text
-        )
+        # The engine stops at the first occurrence; its last token may hold more than that.
+        cut = text.find(matched) if isinstance(matched, str) else -1
+        return text if cut < 0 else text[:cut]
 
 
 def _rollout(session: Session, number: int, sampled: Sampled) -> Json:

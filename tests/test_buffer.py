@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,7 @@ async def test_taken_rows_outlive_the_buffer(tmp_path: Path) -> None:
     await buffer.append(block(rows("t1")))
     batch = await buffer.take(n=1)
     await buffer.stop()
-    for spool in tmp_path.iterdir():
-        spool.unlink()
+    shutil.rmtree(tmp_path)
     assert batch.table["token_ids"].to_pylist() == [[100] * 4]
 
 

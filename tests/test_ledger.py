@@ -166,6 +166,15 @@ def test_branches_train_the_shared_turn_once() -> None:
     assert (trunk.masked_elsewhere, branch.masked_elsewhere) == (0, 1)
 
 
+def test_a_second_answer_to_the_first_request_is_a_branch() -> None:
+    ledger = Ledger()
+    for answer in (4, 5):
+        plan = ledger.plan(ROOT, [user("a")])
+        ledger.commit(plan, ids(1), sampled(answer), said(str(answer)))
+    assert [s.reason for s in ledger.segments()] == [SegmentReason.START, SegmentReason.BRANCH]
+    assert ledger.plan(ROOT, [user("b")]).reason is SegmentReason.HISTORY
+
+
 def test_a_branch_keeps_its_reason_when_the_trunk_grows_later() -> None:
     """The trunk is the first continuation, also when a branch ended before it did."""
     ledger = Ledger()
@@ -290,8 +299,11 @@ def verify(session: Session, steps: list[Step]) -> None:
             assert segment.token_ids[record.start : record.end].tolist() == steps[turn].generated
             mask[record.start : record.end] = turn not in seen
         assert (segment.loss_mask == mask).all()
-        known_prefix = segment.path[0] in seen
-        assert (segment.reason is SegmentReason.BRANCH) == known_prefix
+        root = segment.path[0]
+        asked = steps[root].messages[:-1] in [step.messages[:-1] for step in steps[:root]]
+        branch = segment.reason is SegmentReason.BRANCH
+        assert branch or root not in seen
+        assert not branch or root in seen or asked
         seen.update(segment.path)
         trained += int(segment.loss_mask.sum())
     assert seen == set(range(len(steps)))

@@ -237,7 +237,7 @@ def test_finish_names_a_response_of_the_session() -> None:
 
 def test_outcome_values() -> None:
     session = new(declaration=Declaration(metadata={"a": 1, "b": 1}))
-    outcome = Outcome.of(session, 1, [0, 0.5], "error", {"b": 2}, "resp_1", "why")
+    outcome = Outcome.of(session.declaration, 1, [0, 0.5], "error", {"b": 2}, "resp_1", "why")
     assert outcome == Outcome(
         reward=1.0,
         turn_rewards=(0.0, 0.5),
@@ -246,8 +246,8 @@ def test_outcome_values() -> None:
         response_id="resp_1",
         error="why",
     )
-    assert Outcome.of(new()) == Outcome()
-    assert Outcome.of(new(), reward=0) != Outcome.of(new())
+    assert Outcome.of(Declaration()) == Outcome()
+    assert Outcome.of(Declaration(), reward=0) != Outcome.of(Declaration())
     assert type(outcome.reward) is float
 
 
@@ -281,7 +281,7 @@ def test_outcome_values() -> None:
 )
 def test_wrong_outcome(field: str, value: Any, param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        Outcome.of(new(), **{field: value})
+        Outcome.of(Declaration(), **{field: value})
     assert caught.value.param == param
 
 
@@ -293,7 +293,7 @@ def test_metadata_without_an_end() -> None:
         deep = [deep]
     for metadata in (endless, {"a": deep}):
         with pytest.raises(BadRequest):
-            Outcome.of(new(), metadata=metadata)
+            Outcome.of(Declaration(), metadata=metadata)
 
 
 # Rows.
@@ -304,7 +304,7 @@ def test_one_row_per_segment() -> None:
     add_turn(session, "a", versions=(3,))
     add_turn(session, "a", "r0", "b", generated=4, versions=(3, 5), finish="length")
     add_turn(session, "other", versions=(6,))
-    outcome = Outcome.of(session, 0.5, [1, 2, 3], None, {"k": "v"})
+    outcome = Outcome.of(session.declaration, 0.5, [1, 2, 3], None, {"k": "v"})
     made = rows(session, outcome, "run-1", 9)
     first, second = record_batch(made, SCHEMA).to_pylist()
     assert (first["segment"], second["segment"]) == (0, 1)
@@ -437,7 +437,7 @@ def test_errors_of_this_module_say_which_field() -> None:
     for call in (
         lambda: sessions.get("nope"),
         lambda: sessions.open("a b", 0, None),
-        lambda: Outcome.of(new(), reward="x"),
+        lambda: Outcome.of(Declaration(), reward="x"),
     ):
         with pytest.raises(RolloutError) as caught:
             call()

@@ -13,9 +13,11 @@ import ray
 from recorder import Recorder
 
 from rollout_workers import RolloutPool, cluster
+from rollout_workers.template import ChatTemplate
 
 pytestmark = pytest.mark.sglang
 SESSIONS, TURNS = 16, 3
+GENERATION = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def actor(pool: RolloutPool, role: str) -> Any:
@@ -33,12 +35,16 @@ def recorder(pool: RolloutPool) -> Iterator[Recorder]:
         ray.get(router.set_roster.remote(workers, 0))
 
 
+def said(session: str, turn: int) -> str:
+    return f"{session} says héllo 🙂 {turn}"
+
+
 async def converse(pool: RolloutPool, session: str, **sampling: Any) -> list[dict[str, Any]]:
     """A session of three turns; returns the last output item of each."""
     history: list[Any] = []
     items = []
     for turn in range(TURNS):
-        history.append({"role": "user", "content": f"{session} says héllo 🙂 {turn}"})
+        history.append({"role": "user", "content": said(session, turn)})
         body = {"input": history, "max_output_tokens": 5 + 7 * turn, "return_token_ids": True}
         reply = await pool.respond({**body, **sampling}, session)
         items.append(reply["output"][-1])
@@ -58,8 +64,9 @@ async def roll_out(pool: RolloutPool, prefix: str, **sampling: Any) -> list[dict
 
 
 async def test_rows_are_what_the_engine_was_sent_and_returned(
-    pool: RolloutPool, recorder: Recorder
+    pool: RolloutPool, recorder: Recorder, tiny: Path
 ) -> None:
+    template = ChatTemplate(tiny)
     rows = await roll_out(pool, "truth", temperature=1.3)
     by_response = {request["rid"]: (request, reply) for request, reply in recorder.calls}
     assert len(by_response) == SESSIONS * TURNS
@@ -67,9 +74,13 @@ async def test_rows_are_what_the_engine_was_sent_and_returned(
         ids, mask, logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
         assert len(ids) == len(mask) == len(logprobs) and row["num_segments"] == 1
         sampled = [by_response[turn["response_id"]] for turn in row["turns"]]
-        for turn, (request, reply) in zip(row["turns"], sampled, strict=True):
+        end = 0
+        for number, (turn, (request, reply)) in enumerate(zip(row["turns"], sampled, strict=True)):
             triples = reply["meta_info"]["output_token_logprobs"]
             assert request["input_ids"] == ids[: turn["start"]]
+            asked = template.decode(request["input_ids"][end:], special=True)
+            assert asked.endswith(said(row["session_id"], number) + GENERATION)
+            end = turn["end"]
             assert reply["output_ids"] == ids[turn["start"] : turn["end"]]
             at = slice(turn["start"], turn["end"])
             assert logprobs[at] == [np.float32(t[0]) for t in triples]
