@@ -16,7 +16,7 @@ from bench_common import Figure, ratios
 from bench_pool import Bench
 
 from rollout_workers.cluster import NAMESPACE
-from rollout_workers.engine import read_reply
+from rollout_workers.generation import read_reply
 from rollout_workers.schema import Row, Span, TurnRecord, record_batch, to_ipc
 
 _VOCAB = 32_000

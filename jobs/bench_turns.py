@@ -25,7 +25,6 @@ from bench_load import Order
 from bench_rows import hand_off, parsing
 
 _LANES, _TOKENS = 64, 512
-_PROXY_MS = 0.156  # what a bare proxy took where the targets were set: busy machines count alike
 _SHORT = 16  # tokens of a reply where latency is measured
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -125,12 +124,6 @@ def _cpu_figures(rounds: list[dict[str, dict[str, float]]]) -> list[Figure]:
                 rounds=[us / 1e3 for us in pool],
                 detail=f"us: {inside}",
                 **goal,
-            ),
-            Figure(
-                name="  … / bare proxy",
-                unit="x",
-                rounds=ratios(pool, column("proxy", "proxy")),
-                **{name: target / _PROXY_MS for name, target in goal.items()},
             ),
             Figure(
                 name="  … turns a second / direct client",

@@ -238,6 +238,7 @@ def _detached(config: PoolConfig, role: str, kind: type, **options: Any) -> Any:
         lifetime="detached",
         num_cpus=0,
         max_concurrency=10_000,
+        enable_task_events=False,  # a record of every call would cost more than the call's routing
         **options,
     )
 

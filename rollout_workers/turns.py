@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from rollout_workers.config import PoolConfig
-from rollout_workers.engine import EngineClient, Generation
+from rollout_workers.engine import EngineClient
 from rollout_workers.errors import ContextOverflow, PoolNotReady
+from rollout_workers.generation import Generation
 from rollout_workers.identity import new_response_id
 from rollout_workers.ledger import Message, Plan, Sampled, root_key
 from rollout_workers.reply import Reply, build

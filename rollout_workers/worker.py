@@ -83,7 +83,8 @@ class Worker:
             await self._server.stop()
 
     def _new_server(self) -> Server:
-        api_key, admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        # Hexadecimal: SGLang turns its config file into flags, and a key may not begin with "-".
+        api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         return Server(
             self._name, self._config, api_key=api_key, admin_key=admin_key, host=self._host
         )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from local import HELLO, HI, VOCAB_SIZE, sent, until, worker
 from scripted_engine import Reply, ScriptedEngine, logprob_of, sample
 
-from rollout_workers.engine import EngineClient, Generation, check_ids, payload, read_reply
+from rollout_workers.engine import EngineClient, check_ids, payload
 from rollout_workers.errors import (
     BadEngineReply,
     BadRequest,
@@ -25,6 +25,7 @@ from rollout_workers.errors import (
     TimedOut,
     WorkerLost,
 )
+from rollout_workers.generation import Generation, read_reply
 from rollout_workers.responses import SamplingParams
 from rollout_workers.schema import Span
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("errors", "config", "diagnosis", "ports", "node", "processes", "cpu_platform", "lease"),
     ("schema",),
     (
+        "generation",
         "ledger",
         "fields",
         "responses",
