@@ -32,7 +32,7 @@ def _parse(count: int, rounds: int) -> Figure:
     raw = _reply(count)
 
     def ours() -> None:
-        read_reply(raw, "rid", 100, _VOCAB, 0.0)
+        read_reply(raw, "rid", 100, _VOCAB, (), 0.0)
 
     def plain() -> tuple[list[int], list[float]]:
         reply = json.loads(raw)

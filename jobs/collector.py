@@ -90,6 +90,8 @@ class Collector:
             else:  # the body is at fault: nothing was sampled, so there is nothing to keep
                 self.errors.add(error.code, str(error))
                 self._reporter.say(f"line {episode.line}: refused: {error}")
+        except RayTaskError as error:  # the call failed by itself; others may do better
+            await self._fail(episode, error)
         except RayError as error:
             self.errors.add(type(error).__name__, _first_line(error))
             self.stop(f"the pool is lost: {_first_line(error)}")

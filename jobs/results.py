@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -123,16 +123,18 @@ class Summary:
 
     def add(self, table: pa.Table) -> None:
         """Count the rows of one table; what segments share is counted once."""
-        columns = ["segment", "turns", "reward", "turn_rewards", "status"]
-        for row in table.select([*columns, "tokens_masked_elsewhere"]).to_pylist():
-            self._add_turns(row)
+        turns: dict[str, dict[str, Any]] = {}
+        for row in table.select(
+            ["segment", "turns", "reward", "turn_rewards", "status"]
+        ).to_pylist():
+            turns |= {turn["response_id"]: turn for turn in row["turns"]}
             if row["segment"] == 0:
                 self._add_episode(row)
+        self._add_turns(turns.values())
 
-    def _add_turns(self, row: dict[str, Any]) -> None:
-        self.turns += len(row["turns"])
-        self.generated_tokens -= row["tokens_masked_elsewhere"]
-        for turn in row["turns"]:
+    def _add_turns(self, turns: Collection[dict[str, Any]]) -> None:
+        self.turns += len(turns)
+        for turn in turns:
             self.prompt_tokens += turn["start"]
             self.cached_tokens += turn["cached_tokens"]
             self.generated_tokens += turn["end"] - turn["start"]

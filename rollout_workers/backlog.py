@@ -7,6 +7,7 @@ again, oldest first, with the same row ids.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -59,6 +60,13 @@ class Backlog(Generic[Place]):
     def leased(self) -> int:
         """Trajectories handed out and not acknowledged."""
         return sum(len(lease.entries) for lease in self._leases.values())
+
+    @property
+    def incomplete_groups(self) -> int:
+        """Groups of which some members wait, but not all."""
+        sizes = {e.group_id: e.group_size for e in self._waiting.values() if e.group_size}
+        members = Counter(e.group_id for e in self._waiting.values())
+        return sum(members[group] % size != 0 for group, size in sizes.items())
 
     def knows(self, trajectory_id: str) -> bool:
         """Whether this trajectory ever arrived; a second arrival is a repeated delivery."""
@@ -159,4 +167,4 @@ def _complete(ordered: list[Entry[Place]]) -> Iterable[list[Entry[Place]]]:
         group = members.setdefault(entry.group_id, [])
         group.append(entry)
         if len(group) == entry.group_size:
-            yield group
+            yield members.pop(entry.group_id)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rollout_workers.backlog import Backlog, Entry, check_take
 from rollout_workers.config import BufferConfig
-from rollout_workers.errors import PoolNotReady, RolloutError
+from rollout_workers.errors import NotStored, PoolNotReady
 from rollout_workers.journal import Block, Journal
 from rollout_workers.node import node_dir
 from rollout_workers.schema import from_ipc, row_id
@@ -88,7 +88,7 @@ class Buffer:
         repeated delivery adds none.
 
         Raises:
-            RolloutError: the rows could not be stored; the caller still holds them.
+            NotStored: the rows could not be stored; the caller still holds them.
         """
         batch = rows if isinstance(rows, pa.RecordBatch) else from_ipc(rows)
         groups = list(_trajectories(batch))
@@ -104,7 +104,7 @@ class Buffer:
         try:
             block = self._spool.append(batch)
         except (OSError, ValueError) as error:
-            raise RolloutError(f"rows could not be stored: {error}", None, "spool_failed") from None
+            raise NotStored(f"rows could not be stored: {error}; finish again") from None
         self._backlog.add(_entries(batch, block))
         self._counts["rows"] += batch.num_rows
         self._wake()
@@ -150,6 +150,7 @@ class Buffer:
         """Counts since the start, and what is waiting now."""
         return {
             "waiting": self._backlog.waiting,
+            "incomplete_groups": self._backlog.incomplete_groups,
             "leased": self._backlog.leased,
             "acked": self._backlog.acked,
             "spool": str(self._spool.path),

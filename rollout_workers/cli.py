@@ -56,7 +56,10 @@ def serve(
         pool.wait()
     except KeyboardInterrupt:
         pass
-    _say_stopped(pool.close())
+    except RolloutError:  # what is left of it ends here, too
+        _say_stopped(pool.name, pool.close())
+        raise
+    _say_stopped(pool.name, pool.close())
 
 
 @app.command()
@@ -84,7 +87,7 @@ def stop(
     """Stop a pool, wherever it was started from, and wait until its engines are gone."""
     from rollout_workers.pool import RolloutPool
 
-    _say_stopped(RolloutPool.connect(name, address).close())
+    _say_stopped(name, RolloutPool.end(name, address))
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -117,7 +120,12 @@ def _counts(router: dict[str, Any]) -> str:
     return router.get("error") or ", ".join(f"{key} {value}" for key, value in counts.items())
 
 
-def _say_stopped(word: dict[str, Any]) -> None:
+def _say_stopped(name: str, word: dict[str, Any]) -> None:
+    if word.get("cleared"):
+        _say(f"ended without their controller: {', '.join(word['cleared'])}")
+    if word.get("left"):
+        left = ", ".join(word["left"])
+        raise RolloutError(f"pool {name!r} is not stopped, {left} still run: try again")
     _say("stopped")
     if word.get("unread"):
         _say(f"{word['unread']} trajectories were never acknowledged; they are in {word['spool']}")

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import copy
 import difflib
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from rollout_workers.errors import ConfigError
 
 IDENTIFIER = r"^[A-Za-z0-9._:-]{1,128}$"  # sessions, groups, pools: safe in headers, paths, names
+_LEAST_TEMPERATURE = 1e-6  # SGLang samples greedily below it, at the logprobs of temperature 1
+
+
+def check_temperature(value: float) -> float:
+    """Refuse a temperature that the engine would quietly take for another."""
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise PydanticCustomError(
+            "temperature", f"Input should be 0 (greedy) or at least {_LEAST_TEMPERATURE:g}"
+        )
+    return value
 
 
 class _Section(BaseModel):
@@ -66,6 +78,30 @@ class HttpConfig(_Section):
     """Required from clients; needed when ``host`` is not loopback."""
     max_body_bytes: int = Field(default=32 << 20, ge=1024)
 
+    @model_validator(mode="after")
+    def _check_exposed(self) -> HttpConfig:
+        if self.enabled and self.host not in {"127.0.0.1", "localhost", "::1"} and not self.api_key:
+            raise ValueError(
+                f"router.http.host is {self.host}, which others can reach: set "
+                "router.http.api_key, or bind 127.0.0.1"
+            )
+        return self
+
+    def url_at(self, address: str | None, url: str) -> str:
+        """``url``, with an ``address`` of the node where the host is none to connect to."""
+        if address is None or self.host not in {"0.0.0.0", "::"}:
+            return url
+        shown = f"[{address}]" if ":" in address else address
+        return url.replace("[::]" if self.host == "::" else self.host, shown, 1)
+
+    def explain(self, error: OSError) -> str:
+        """Why nothing can listen here, and what to do."""
+        if error.errno == errno.EADDRINUSE:
+            return (
+                f"router.http.port {self.port} is taken on {self.host}: choose another or 0 for any"
+            )
+        return f"router.http: cannot listen on {self.host} port {self.port}: {error}"
+
 
 class RouterConfig(_Section):
     """Sessions, defaults of requests, and their limits."""
@@ -73,6 +109,8 @@ class RouterConfig(_Section):
     shards: Literal[1] = 1
     http: HttpConfig = HttpConfig()
     session_ttl_s: float = Field(default=3600.0, gt=0)
+    ephemeral_ttl_s: float = Field(default=60.0, gt=0)
+    """How long an answer given outside any session may still be finished by its response id."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     """Deadline of a request that brings none of its own, queueing included."""
     return_token_ids: bool = False
@@ -82,7 +120,9 @@ class RouterConfig(_Section):
 class SamplingConfig(_Section):
     """What a request gets that does not set these itself; every value reaches the engine."""
 
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: Annotated[float, AfterValidator(check_temperature)] = Field(
+        default=1.0, ge=0, le=2
+    )
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -145,11 +185,9 @@ class PoolConfig(_Section):
         for item in overrides:
             _override(tree, item)
         try:
-            config = cls.model_validate(tree)
+            return cls.model_validate(tree)
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(error))) from None
-        _check_exposed(config.router.http)
-        return config
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -184,21 +222,24 @@ def _override(tree: dict[str, Any], item: str) -> None:
         raise ConfigError(f"--set {item}: the value is not YAML: {error}") from None
 
 
-def _check_exposed(http: HttpConfig) -> None:
-    if http.enabled and http.host not in {"127.0.0.1", "localhost", "::1"} and not http.api_key:
-        raise ConfigError(
-            f"router.http.host is {http.host}, which others can reach: set router.http.api_key, "
-            "or bind 127.0.0.1"
-        )
-
-
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             yield f"unknown key {path}{_nearest(problem['loc'])}"
+        elif problem["msg"].startswith(f"Value error, {path}."):  # it names its field itself
+            yield problem["msg"].removeprefix("Value error, ")
         else:
-            yield f"{path}: {problem['msg']}, got {problem['input']!r}"
+            yield f"{path}: {problem['msg']}, got {_shown(problem['loc'], problem['input'])}"
+
+
+def _shown(loc: tuple[int | str, ...], value: Any) -> str:
+    """A value in words: none that may be, or may hold, a secret."""
+    if isinstance(value, BaseModel | Mapping | list | tuple | set):
+        return f"a {type(value).__name__}"
+    if "api_key" in loc or "env" in loc:
+        return f"***, of type {type(value).__name__}"
+    return repr(value)
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:

@@ -19,12 +19,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from rollout_workers.config import PoolConfig
 from rollout_workers.errors import RolloutError, StartFailed
+from rollout_workers.lease import BUFFER_S, STOP_S, TELL_S
 from rollout_workers.routing import WorkerInfo, WorkerState
 
 _log = logging.getLogger(__name__)
 # Makes the worker actor of that name, given the nodes of the routers; returns its handle.
 Spawn = Callable[[str, tuple[str, ...]], Any]
-_KILL_AFTER_S = 30.0
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class Slot:
     since: float = 0.0
     reason: str = ""
     handle: Any = None
+    placed: bool = False
     info: WorkerInfo | None = None
 
     def become(self, state: WorkerState, reason: str = "") -> None:
@@ -72,7 +73,7 @@ class Controller:
         ]
         try:
             await asyncio.gather(*ready)
-        except RolloutError:
+        except BaseException:
             await self.stop_workers()
             raise
         return len(self._slots)
@@ -99,23 +100,23 @@ class Controller:
 
     async def stop_workers(self) -> None:
         """Stop every engine and its actor, also those that are still starting."""
-        for slot in self._slots:
-            slot.become(WorkerState.STOPPED)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(_retire(slot.handle) for slot in self._slots if slot.handle))
-        with contextlib.suppress(RayError):
-            await self._publish()
+        for slot in self._slots:
+            if slot.state is not WorkerState.DOWN:  # which says why, and is stopped too
+                slot.become(WorkerState.STOPPED)
+        with contextlib.suppress(RayError, TimeoutError):
+            await asyncio.wait_for(self._publish(), TELL_S)
+        await asyncio.gather(*(_dismiss(slot) for slot in self._slots if slot.handle))
 
     async def shutdown(self) -> Any:
         """Stop the whole pool: workers, routers, buffer. The caller then ends this actor.
 
         Returns what the buffer says of trajectories that nobody acknowledged, None if it is lost.
         """
-        await self.stop_workers()
-        await asyncio.gather(*(_retire(router) for router in self._routers))
-        return await _retire(self._buffer)
+        await asyncio.gather(self.stop_workers(), *(_retire(router) for router in self._routers))
+        return await _retire(self._buffer, BUFFER_S)
 
     async def stop(self) -> None:
         """What this actor owes its workers when its driver is gone: they end by themselves."""
@@ -128,17 +129,24 @@ class Controller:
             nodes = await asyncio.gather(*(r.node_id.remote() for r in self._routers))
             slot.handle = self._spawn(slot.name, tuple(nodes))
             slot.info = await self._bring_up(slot)
-        except RolloutError as error:
-            slot.become(WorkerState.DOWN, str(error))
-            ready.set_exception(error)
+            slot.become(WorkerState.SERVING)
+            await self._publish()
+        except BaseException as error:  # whatever it is: somebody waits for this worker
+            failure = _failure(slot.name, error)
+            slot.info = None
+            if not ready.done():
+                ready.set_exception(failure)
+            if not isinstance(error, Exception):
+                raise
+            slot.become(WorkerState.DOWN, failure.message)
             return
-        slot.become(WorkerState.SERVING)
-        await self._publish()
-        ready.set_result(None)
+        if not ready.done():
+            ready.set_result(None)
         reason = await _until_exit(slot.handle)
         slot.info = None
         slot.become(WorkerState.DOWN, reason)
-        await self._publish()
+        with contextlib.suppress(RayError):  # a router that is lost has no roster
+            await self._publish()
 
     async def _bring_up(self, slot: Slot) -> WorkerInfo:
         await self._placed(slot)
@@ -157,7 +165,9 @@ class Controller:
         """Wait until Ray has a place for the worker."""
         limit = self._config.workers.placement_timeout_s
         try:
-            await asyncio.wait_for(slot.handle.info.remote(), limit)
+            async with asyncio.timeout(limit):  # wait_for may lose a cancellation
+                await slot.handle.info.remote()
+            slot.placed = True
         except TimeoutError:
             raise StartFailed(_no_place(self._config, limit)) from None
         except RayTaskError as error:
@@ -217,11 +227,33 @@ async def _until_exit(handle: Any) -> str:
             return f"worker actor lost: {str(error).splitlines()[0]}"
 
 
-async def _retire(handle: Any) -> Any:
+def _failure(name: str, error: BaseException) -> RolloutError:
+    """What a start that ended with ``error`` is told as."""
+    if isinstance(error, asyncio.CancelledError):
+        return StartFailed(f"{name} was stopped while it started")
+    cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
+    if isinstance(cause, RolloutError):
+        return cause
+    text = str(cause).strip().splitlines()
+    return StartFailed(
+        f"{name} could not start: {type(cause).__name__}: {text[0] if text else 'no message'}"
+    )
+
+
+async def _dismiss(slot: Slot) -> None:
+    """End a worker's actor; one without a place yet has no engine, and could not answer."""
+    if slot.placed:
+        await _retire(slot.handle)
+        return
+    with contextlib.suppress(RayError, ValueError):
+        ray.kill(slot.handle)
+
+
+async def _retire(handle: Any, within_s: float | None = None) -> Any:
     """Let an actor stop in order; end it by force if it does not. Returns its last word."""
     word = None
     with contextlib.suppress(RayError, TimeoutError):
-        word = await asyncio.wait_for(handle.stop.remote(), _KILL_AFTER_S)
+        word = await asyncio.wait_for(handle.stop.remote(), within_s or STOP_S)
     with contextlib.suppress(RayError, ValueError):
         ray.kill(handle)
     return word

@@ -110,7 +110,7 @@ class EngineClient:
             await asyncio.shield(self.abort(worker, rid))
             raise
         seconds = time.monotonic() - started
-        return read_reply(raw, rid, len(prompt), worker.vocab_size, seconds)
+        return read_reply(raw, rid, len(prompt), worker.vocab_size, sampling.stop, seconds)
 
     async def abort(self, worker: WorkerInfo, rid: str) -> None:
         """Tell the engine to drop a request; quiet if the engine is gone."""

@@ -113,6 +113,12 @@ class PoolNotReady(RolloutError):
     status, default_code, retryable = 503, "pool_not_ready", True
 
 
+class NotStored(RolloutError):
+    """The buffer did not confirm the rows; the session keeps them: finish it again."""
+
+    status, default_code, retryable = 503, "not_stored", True
+
+
 class StartFailed(RolloutError):
     """A pool or an engine could not start; the message carries the cause."""
 

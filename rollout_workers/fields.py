@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+)
+
+from rollout_workers.config import check_temperature
 
 Json = dict[str, Any]
 Number = StrictFloat | StrictInt
@@ -20,7 +33,9 @@ class Body(BaseModel):
     model: StrictStr | None = None
     instructions: StrictStr | None = None
     max_output_tokens: Annotated[StrictInt, Field(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2), AfterValidator(check_temperature)] | None = (
+        None
+    )
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     metadata: dict[StrictStr, StrictStr] | None = None
     # honoured, beyond OpenAI's
@@ -58,6 +73,23 @@ class Body(BaseModel):
     user: StrictStr | None = None
 
 
+# Keys of a message that are understood, or that change nothing: what a reply's own items hold.
+MESSAGE_KEYS = frozenset(
+    {
+        "type",
+        "role",
+        "content",
+        "id",
+        "status",
+        "phase",
+        "prompt_token_ids",
+        "generation_token_ids",
+        "generation_log_probs",
+        "routed_experts",
+        "rollout",
+    }
+)
+
 # What the reply says of fields that the request left out; the request's own value where it has one.
 ECHOED_DEFAULTS: Json = {
     "background": False,
@@ -77,3 +109,36 @@ ECHOED_DEFAULTS: Json = {
     "truncation": "disabled",
     "user": None,
 }
+
+
+def half_pair(body: Json) -> str | None:
+    """Where a body holds half of a surrogate pair, which UTF-8 cannot spell; None if nowhere."""
+    try:
+        msgspec.json.encode(body)
+    except Exception:  # also of what is not JSON; only then it is worth a look at each value
+        return _half_pair(body)
+    return None
+
+
+def _half_pair(body: Json) -> str | None:
+    rest: list[tuple[str, Any]] = [("", body)]
+    while rest:
+        path, value = rest.pop()
+        if isinstance(value, str):
+            if not _is_text(value):
+                return path
+        elif isinstance(value, list | tuple):
+            rest += ((f"{path}[{i}]", item) for i, item in enumerate(value))
+        elif isinstance(value, Mapping):
+            if not all(_is_text(key) for key in value if isinstance(key, str)):
+                return path or "body"
+            rest += ((f"{path}.{key}" if path else str(key), v) for key, v in value.items())
+    return None
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

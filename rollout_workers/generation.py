@@ -1,13 +1,15 @@
 """One reply of SGLang's ``/generate``, checked before anyone trusts it. Pure.
 
 Ids and logprobs come from the engine's reply alone. A reply whose lists disagree, that holds an id
-outside the vocabulary, or whose version spans do not tile it, is an error and never repaired.
+outside the vocabulary, or whose version spans do not tile it, is an error and never repaired. So is
+one in which the engine put other values in the place of NaNs.
 Shapes and traps: SGLang 0.5.23, `srt/managers/io_struct.py`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -24,6 +26,7 @@ from rollout_workers.errors import (
 from rollout_workers.schema import LOGPROB_TOLERANCE, Ids, Logprobs, Span
 
 _OVERFLOW = ("context length", "maximum allowed length")  # the engine has no code for it
+_LEAST_LOGPROB = -1e30  # the engine writes the least float there is where it found -inf or NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +74,14 @@ _decode = msgspec.json.Decoder(_Reply).decode
 
 
 def read_reply(
-    raw: bytes, rid: str, num_prompt: int, vocab_size: int, seconds: float
+    raw: bytes,
+    rid: str,
+    num_prompt: int,
+    vocab_size: int,
+    stop: Collection[str],
+    seconds: float,
 ) -> Generation:
-    """Check one reply of ``/generate`` and turn it into arrays.
+    """Check one reply of ``/generate`` and turn it into arrays; ``stop`` are its stop strings.
 
     Raises:
         BadEngineReply: anything about it cannot be trained on; says which and by how much.
@@ -88,6 +96,9 @@ def read_reply(
     finish = meta.finish_reason or _Finish(type="missing")
     if finish.type not in ("stop", "length"):
         raise _abort(rid, finish)
+    if isinstance(finish.matched, str) and finish.matched not in stop:
+        # After "NaN happened" the last id is one the engine put there, not one it sampled.
+        raise BadEngineReply(f"{rid}: ended by {finish.matched!r:.80}, which is no stop string")
     triples = meta.output_token_logprobs
     count = len(reply.output_ids)
     if triples is None or len(triples) != count:
@@ -141,8 +152,8 @@ def _arrays(
         at = next(i for i, triple in enumerate(triples) if triple[0] is None)
         raise BadEngineReply(f"{rid}: logprob {at} is nan") from None
     # NaN compares as false, so it is not sound either.
-    if count and not (logprobs.max() <= LOGPROB_TOLERANCE and logprobs.min() > -np.inf):
-        sound = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
+    if count and not (logprobs.max() <= LOGPROB_TOLERANCE and logprobs.min() >= _LEAST_LOGPROB):
+        sound = (logprobs >= _LEAST_LOGPROB) & (logprobs <= LOGPROB_TOLERANCE)
         at = int(np.flatnonzero(~sound)[0])
         raise BadEngineReply(f"{rid}: logprob {at} is {logprobs[at]}")
     return ids.astype(np.int32), logprobs

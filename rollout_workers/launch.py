@@ -1,8 +1,9 @@
 """What an engine is started with: its command line, its environment, its key file.
 
-SGLang's flags pass through from ``engine.args``; those that this package must own are refused
-there by name, so that nothing is set twice. Keys go through a file, since a command line can be
-read by everyone on the machine. ``check`` finds at once what SGLang would find minutes later.
+SGLang's flags pass through from ``engine.args``; those that this package must own, or that would
+falsify ids or logprobs, are refused there by name, so that nothing is set twice. Keys go through a
+file, since a command line can be read by everyone on the machine. ``check`` finds at once what
+SGLang would find minutes later.
 """
 
 from __future__ import annotations
@@ -15,38 +16,51 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rollout_workers.config import EngineConfig
-from rollout_workers.cpu_platform import CPU_ARGS, CPU_ENV
+from rollout_workers.cpu_platform import CPU_ARGS, CPU_ENV, PLATFORM
 from rollout_workers.errors import ConfigError, StartFailed
 
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 SITE = Path(__file__).with_name("server_site")
-_OWNED = {
-    "model": "engine.model",
-    "model-path": "engine.model",
-    "tp": "engine.tensor_parallel",
-    "tp-size": "engine.tensor_parallel",
-    "tensor-parallel-size": "engine.tensor_parallel",
-    "trust-remote-code": "engine.trust_remote_code",
-    "device": "engine.device",
-} | dict.fromkeys(
-    (
-        "host",
-        "port",
-        "nccl-port",
-        "api-key",
-        "admin-api-key",
-        "config",
-        "weight-version",
-        "incremental-streaming-output",
-    )
-)
+_OURS = "the worker sets it; remove it"
+_ONE_REPLICA = "an engine is one replica on one node: raise workers.count instead"
+_REFUSED = {  # flags of SGLang, and what to do instead
+    "model": "set engine.model",
+    "model-path": "set engine.model",
+    "tp": "set engine.tensor_parallel",
+    "tp-size": "set engine.tensor_parallel",
+    "tensor-parallel-size": "set engine.tensor_parallel",
+    "trust-remote-code": "set engine.trust_remote_code",
+    "device": "set engine.device",
+    "context-length": "set engine.context_length",
+    "host": _OURS,
+    "port": _OURS,
+    "nccl-port": _OURS,
+    "api-key": _OURS,
+    "admin-api-key": _OURS,
+    "config": _OURS,
+    "weight-version": _OURS,
+    "incremental-streaming-output": _OURS,
+    "allow-auto-truncate": "it cuts prompts silently, and rows would hold ids the model never saw",
+    "skip-tokenizer-init": "stop strings and the text of replies need the engine's tokenizer",
+    "preferred-sampling-params": "every request sends all of its own; set sampling",
+    "dp": _ONE_REPLICA,
+    "dp-size": _ONE_REPLICA,
+    "data-parallel": _ONE_REPLICA,
+    "data-parallel-size": _ONE_REPLICA,
+    "nnodes": _ONE_REPLICA,
+    "node-rank": _ONE_REPLICA,
+    "dist-init-addr": _ONE_REPLICA,
+    "nccl-init-addr": _ONE_REPLICA,
+}
+# With it set, logprobs would be those of temperature 1 while rows name another temperature.
+_ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +74,8 @@ class Launch:
     version: int
     dtype: str | None
     run_dir: Path
-    api_key: str
-    admin_key: str
+    api_key: str = field(repr=False)
+    admin_key: str = field(repr=False)
 
     @property
     def key_file(self) -> Path:
@@ -73,10 +87,15 @@ def check(config: EngineConfig, model: str, surrounding: Mapping[str, str]) -> N
     """Find what cannot work before anything is started.
 
     Raises:
-        ConfigError: ``engine.args`` sets a flag that belongs elsewhere.
+        ConfigError: ``engine.args`` or ``engine.env`` sets what is not the user's to set.
         StartFailed: the model is not on this node, or there is no GPU.
     """
     _check_args(config)
+    if _ORIGINAL_LOGPROB in config.env:
+        raise ConfigError(
+            f"engine.env: {_ORIGINAL_LOGPROB} cannot be given here: it makes logprobs those of "
+            "temperature 1, whatever tokens were sampled with; remove it"
+        )
     if os.path.isabs(model) and not os.path.exists(model):
         raise StartFailed(f"the model cannot be loaded: {model} does not exist on this node")
     if config.device == "cuda":
@@ -96,7 +115,11 @@ def command(config: EngineConfig, launch: Launch) -> list[str]:
 def environment(
     config: EngineConfig, launch: Launch, surrounding: Mapping[str, str]
 ) -> dict[str, str]:
-    """The engine's environment; ``engine.env`` wins over the defaults for CPU."""
+    """The engine's environment; ``engine.env`` wins over the defaults for CPU.
+
+    What is surrounding cannot put an engine for GPUs on our platform for CPUs, nor change what
+    logprobs mean.
+    """
     cpu = CPU_ENV if config.device == "cpu" else {}
     # Its sockets go where they can be removed with the server; compiled kernels must outlive it.
     defaults = {
@@ -106,6 +129,9 @@ def environment(
         "PYTHONUNBUFFERED": "1",
     }
     env = {**surrounding, **defaults, **cpu, **config.env}
+    if config.device == "cuda" and env.get("SGLANG_PLATFORM") == PLATFORM:
+        del env["SGLANG_PLATFORM"]
+    env[_ORIGINAL_LOGPROB] = "0"
     rest = env.get("PYTHONPATH")
     env["PYTHONPATH"] = f"{SITE}{os.pathsep}{rest}" if rest else str(SITE)
     env["ROLLOUT_WORKERS_PARENT"] = str(os.getpid())
@@ -138,10 +164,11 @@ def popen(argv: list[str], env: dict[str, str], log_path: Path) -> subprocess.Po
 
 def _check_args(config: EngineConfig) -> None:
     for flag in map(_flag, config.args):
-        if flag in _OWNED:
-            home = _OWNED[flag]
-            hint = f"set {home}" if home else "the worker sets it; remove it"
-            raise ConfigError(f"engine.args: --{flag} cannot be given here: {hint}")
+        # SGLang takes `--flag=value` too, and a flag by its beginning.
+        word = flag.partition("=")[0]
+        for known, hint in _REFUSED.items():
+            if word and known.startswith(word):
+                raise ConfigError(f"engine.args: --{flag} cannot be given here: {hint}")
 
 
 def _check_gpu(visible: str) -> None:

@@ -11,7 +11,7 @@ Worked example: turn 0 prompt ``[1 2 3]`` sampled ``[7 8]``; turn 1 adds ``[4 5]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -30,8 +30,10 @@ class SegmentReason(StrEnum):
 
     START = "start"  # the first request of the session
     HISTORY = "history_mismatch"  # earlier messages differ from what was sent or returned
+    IDS = "ids_mismatch"  # a message carries ids that its turn did not sample
     TEMPLATE = "template"  # the chat template cannot be continued token by token
     EMPTY = "empty"  # nothing was ever generated
+    AMBIGUOUS = "ambiguous"  # several answers to one request, and finish named none
     BRANCH = "branch"  # a second answer to what was asked before
 
 
@@ -41,6 +43,10 @@ class Message:
 
     role: str
     content: str
+    item_id: str | None = field(default=None, compare=False)
+    """Of an item that we returned and got back: tells siblings with equal words apart."""
+    token_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    """Generated ids that an assistant message carries; they must be those of its turn."""
 
 
 def root_key(template_digest: str, options: dict[str, object]) -> Key:
@@ -82,6 +88,7 @@ class Turn:
     reason: SegmentReason
     context: Ids
     sampled: Sampled
+    key: Key  # of the history it answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,7 @@ class Ledger:
     """Owns the turns of one session."""
 
     turns: list[Turn] = field(default_factory=list)
-    _by_key: dict[Key, int] = field(default_factory=dict)
+    _by_key: dict[Key, list[int]] = field(default_factory=dict)
     _children: dict[int | None, list[int]] = field(default_factory=dict)
     _asked: set[Key] = field(default_factory=set)  # histories that began a segment
 
@@ -137,7 +144,10 @@ class Ledger:
         """Match a history against the turns held. Nothing changes until ``commit``."""
         keys = chain(root, messages)
         last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
-        anchor = self._by_key.get(keys[last]) if 0 <= last < len(messages) - 1 else None
+        known = self._by_key.get(keys[last], []) if 0 <= last < len(messages) - 1 else []
+        anchor = self._choose(known, messages[last]) if known else None
+        if known and anchor is None:
+            return Plan(None, SegmentReason.IDS, 0, keys[-1])
         if anchor is not None and bridgeable:
             reason = SegmentReason.BRANCH if self._children.get(anchor) else SegmentReason.START
             return Plan(anchor, reason, last + 1, keys[-1])
@@ -147,6 +157,14 @@ class Ledger:
             return Plan(None, SegmentReason.BRANCH, 0, keys[-1])
         reason = SegmentReason.HISTORY if self.turns else SegmentReason.START
         return Plan(None, reason, 0, keys[-1])
+
+    def _choose(self, known: list[int], message: Message) -> int | None:
+        """Which of the turns that said the same is meant; None if none has the ids it carries."""
+        if message.token_ids is not None:
+            carried = np.asarray(message.token_ids, dtype=np.int64)
+            known = [i for i in known if np.array_equal(self.turns[i].sampled.ids, carried)]
+        named = [i for i in known if item_id(self.turns[i].sampled.record) == message.item_id]
+        return next(reversed(named or known), None)
 
     def prompt(self, anchor: int) -> Ids:
         """Exact ids of the path that ends with turn ``anchor``: ``[num_tokens]`` int32."""
@@ -165,23 +183,41 @@ class Ledger:
         """
         number = len(self.turns)
         siblings = self._children.setdefault(plan.anchor, [])
-        reason = plan.reason
-        if plan.anchor is not None and siblings:  # two requests may have extended it meanwhile
+        reason = plan.reason  # of when it was planned: other turns may have come since
+        if plan.key in self._asked or (plan.anchor is not None and siblings):
             reason = SegmentReason.BRANCH
-        self.turns.append(Turn(plan.anchor, reason, context, sampled))
+        elif plan.anchor is None and self.turns and reason is SegmentReason.START:
+            reason = SegmentReason.HISTORY
+        self.turns.append(Turn(plan.anchor, reason, context, sampled, plan.key))
         siblings.append(number)
         if plan.anchor is None:
             self._asked.add(plan.key)
-        self._by_key[chain(plan.key, [reply])[-1]] = number
+        self._by_key.setdefault(chain(plan.key, [reply])[-1], []).append(number)
         return number
 
-    def segments(self) -> list[Segment]:
-        """All root-to-leaf paths, first continuations first; each turn is trained in exactly one.
+    def excluded(self, final: int | None = None) -> set[int]:
+        """Turns that are not trained, because another answer to the same request counts.
 
-        So the trunk comes first, and a branch owns nothing but what it added.
+        Of several answers to one request those count that were continued; if none was, the one
+        that ``final`` names; if it names none, none: nobody can tell which one was acted on.
+        """
+        answers: dict[tuple[int | None, Key], list[int]] = {}
+        for number, turn in enumerate(self.turns):
+            answers.setdefault((turn.parent, turn.key), []).append(number)
+        dropped: set[int] = set()
+        for group in answers.values():
+            if len(group) > 1:
+                dropped |= {i for i in group if not self._children.get(i) and i != final}
+        return dropped
+
+    def segments(self, excluded: Collection[int] = ()) -> list[Segment]:
+        """All root-to-leaf paths but for ``excluded`` turns; each turn is trained in exactly one.
+
+        First continuations come first: so the trunk does, and a branch owns only what it added.
         """
         owned: set[int] = set()
-        leaves = [i for i in range(len(self.turns)) if not self._children.get(i)]
+        parents = {t.parent for i, t in enumerate(self.turns) if i not in excluded}
+        leaves = [i for i in range(len(self.turns)) if i not in parents and i not in excluded]
         paths = sorted(list(self._path(leaf)) for leaf in leaves)
         return [self._segment(path, owned) for path in paths]
 
@@ -196,9 +232,11 @@ class Ledger:
             spans += [_shift(span, begin) for span in turn.sampled.spans]
             records.append(_shift(turn.sampled.record, begin))
             elsewhere += len(turn.sampled.ids) if i in owned else 0
+        reason = self.turns[new[0]].reason
+        if not owned and reason is SegmentReason.BRANCH:  # of a turn that was excluded
+            reason = SegmentReason.START
         owned.update(path)
         ids, mask, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
-        reason = self.turns[new[0]].reason
         arrays = ids, mask, logprobs
         return Segment(tuple(path), reason, *arrays, tuple(spans), tuple(records), elsewhere)
 
@@ -209,6 +247,11 @@ class Ledger:
             path.append(step)
             step = self.turns[step].parent
         return reversed(path)
+
+
+def item_id(record: TurnRecord) -> str:
+    """Id of the output message of a response."""
+    return "msg_" + record.response_id.removeprefix("resp_")
 
 
 def _ids(turn: Turn) -> tuple[Ids, Ids]:

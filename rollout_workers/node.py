@@ -6,29 +6,46 @@ the records by which stale servers are killed are in them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rollout_workers.errors import StartFailed
 
 _LONGEST_TMPDIR = 70  # a unix socket's path has room for 107 bytes
+_TAIL_BYTES = 256 << 10
+_REMEDY = "have it removed, or set TMPDIR"
 
 
 def node_dir(name: str) -> Path:
     """A shared directory, made if it is missing.
 
     Raises:
-        StartFailed: another user made it.
+        StartFailed: what stands there is another user's, open to others, or no directory.
     """
     base = Path(tempfile.gettempdir()) / f"rollout_workers-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    if base.stat().st_uid != os.getuid():
-        raise StartFailed(f"{base} belongs to another user: have it removed, or set TMPDIR")
+    mode = _own(base)
+    if mode & 0o077:
+        raise StartFailed(f"{base} is open to others (mode {mode:o}): {_REMEDY}")
     path = base / name
-    path.mkdir(exist_ok=True)
+    _own(path)
     return path
+
+
+def _own(path: Path) -> int:
+    """Make our directory, or see that it is one, following no link; returns its mode."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise StartFailed(f"{path} is not a directory: {_REMEDY}")
+    if found.st_uid != os.getuid():
+        raise StartFailed(f"{path} belongs to another user: {_REMEDY}")
+    return stat.S_IMODE(found.st_mode)
 
 
 def records_dir() -> Path:
@@ -53,3 +70,14 @@ def new_log(name: str, directory: Path | None) -> Path:
     descriptor, path = tempfile.mkstemp(".log", f"{name}-{stamp}-", directory)
     os.close(descriptor)
     return Path(path)
+
+
+def log_tail(path: Path, lines: int, secrets: Iterable[str]) -> list[str]:
+    """The last lines of a log, without the secrets; none where there is no log."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        return text.splitlines()[-lines:]
+    return []

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pyarrow as pa
 
-from rollout_workers.errors import RolloutError
+from rollout_workers.errors import NotStored, RolloutError
 from rollout_workers.schema import Row, check, record_batch
 
 Send = Callable[[pa.RecordBatch], Awaitable[int]]
@@ -110,4 +110,4 @@ def _tell(block: Sequence[_Waiting], error: RolloutError | None) -> None:
 
 def _lost(cause: str) -> RolloutError:
     text = f"the buffer did not confirm the rows: {cause}; finish again"
-    return RolloutError(text, None, "buffer_unavailable")
+    return NotStored(text)

@@ -5,9 +5,9 @@ Methods return Ray object references, so ``ray.get(x)`` and ``await x`` both wor
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from rollout_workers import cluster, lease, models
 from rollout_workers.buffer import Buffer
 from rollout_workers.config import PoolConfig
 from rollout_workers.controller import Controller
-from rollout_workers.errors import Conflict, NotFound, StartFailed
+from rollout_workers.errors import Conflict, NotFound, RolloutError, StartFailed
 from rollout_workers.router import Router
 from rollout_workers.worker import Worker
 
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 Event = Callable[[str], None]
 _HEAD = "node:__internal_head__"  # every head node offers one of it
 _CONTROL = "rollout_control"
-_GONE_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class RolloutPool:
@@ -79,12 +79,27 @@ class RolloutPool:
         """Join a pool that another process started.
 
         Raises:
-            NotFound: no pool of that name in the cluster.
+            NotFound: no pool of that name in the cluster, or only what is left of one.
         """
         cluster.reach(name, address)
         pool = cls(name)
-        pool.url = ray.get(pool._router.status.remote())["url"]
+        try:
+            pool.url = ray.get(pool._router.status.remote())["url"]
+        except RayError as error:
+            raise _cause(error, f"the router of pool {name!r} does not answer") from None
         return pool
+
+    @classmethod
+    def end(cls, name: str, address: str | None = None) -> Json:
+        """Stop a pool by name, also one whose controller is lost; returns what ``close`` does.
+
+        Raises:
+            NotFound: nothing of that name is in the cluster.
+        """
+        cluster.reach(name, address)
+        if not lease.actors_of(name, cluster.NAMESPACE):
+            _actor(name, "controller")
+        return lease.end(name, cluster.NAMESPACE, _lookup(name, "controller"))
 
     def respond(
         self,
@@ -130,25 +145,40 @@ class RolloutPool:
         return self._controller.end.remote()
 
     def wait(self) -> None:
-        """Block until the pool ends, for example because somebody stopped it."""
-        with contextlib.suppress(RayError):
-            ray.get(self._controller.hold.remote())
+        """Block until somebody stops the pool.
+
+        Raises:
+            RolloutError: its controller was lost.
+        """
+        while True:
+            try:
+                return ray.get(self._controller.hold.remote())
+            except ActorUnavailableError:  # not dead: Ray itself decides after some tries
+                time.sleep(0.5)
+            except RayError as error:
+                raise RolloutError(
+                    f"the controller of pool {self.name!r} was lost: {_text(error)}",
+                    None,
+                    "pool_lost",
+                ) from None
 
     def close(self) -> Json:
         """Stop the pool, wait until its actors are gone, and end a Ray that ``start`` began.
 
-        Returns what ``stop`` resolves to, or nothing if the pool had ended before.
+        Returns what ``stop`` resolves to, or nothing if the pool had ended before. Actors that did
+        not go with their controller are in ``cleared``, those that still live in ``left``.
         """
-        word: Json = {}
-        with contextlib.suppress(RayError):
-            word = ray.get(self.stop(), timeout=_GONE_S) or {}
-        for actor in (self._controller, self._anchor):
-            with contextlib.suppress(RayError, ValueError):
-                if actor is not None:
-                    ray.kill(actor)
-        if self._ray is not None:
-            self._ray.close()
-        return word
+        try:
+            word = lease.end(self.name, cluster.NAMESPACE, self._controller)
+        finally:
+            if self._ray is not None:
+                self._ray.close()
+            elif self._anchor is not None:
+                with contextlib.suppress(RayError, ValueError):
+                    ray.kill(self._anchor)
+        if self._ray is None and word.get("left"):
+            _log.error("pool.not_stopped name=%s left=%s", self.name, ",".join(word["left"]))
+        return word if self._ray is None else {k: v for k, v in word.items() if k != "left"}
 
     def __enter__(self) -> RolloutPool:
         return self
@@ -163,7 +193,7 @@ class RolloutPool:
 
 
 def _build(cls: type[RolloutPool], config: PoolConfig, on_event: Event) -> RolloutPool:
-    if _lookup(config.name, "controller") is not None:
+    if _lookup(config.name, "controller") or lease.wait_gone(config.name, cluster.NAMESPACE):
         raise Conflict(
             f"a pool named {config.name!r} runs already: connect to it, stop it with "
             f"`rollout-workers stop {config.name}`, or choose another name"
@@ -182,15 +212,14 @@ def _build(cls: type[RolloutPool], config: PoolConfig, on_event: Event) -> Rollo
         started = time.monotonic()
         engines = controller.start.remote()  # by far the longest step: the others go on meanwhile
         ray.get(buffer.open.remote(ray.get(router.load.remote()), buffer))
-        url = ray.get(router.start.remote(buffer))
+        address = ray.get(router.address.remote(config.router.http.host))
+        url = ray.get(router.start.remote(buffer, address))
         ray.get(engines)
         on_event(f"engines ready after {time.monotonic() - started:.0f} s")
     except BaseException as error:
-        for actor in reversed(made):
-            with contextlib.suppress(RayError):
-                ray.get(actor.stop.remote(), timeout=_GONE_S)
-            ray.kill(actor)
-        if isinstance(error, RayError):
+        whole = len(made) == 3  # the controller was made last: all names are ours
+        lease.abandon(made, anchor, (config.name, cluster.NAMESPACE) if whole else None)
+        if isinstance(error, Exception):
             raise _cause(error) from None
         raise
     pool = cls(config.name)
@@ -198,12 +227,17 @@ def _build(cls: type[RolloutPool], config: PoolConfig, on_event: Event) -> Rollo
     return pool
 
 
-def _cause(error: RayError) -> BaseException:
-    """Our own error inside Ray's, or one of ours that tells Ray's in a line."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, Exception):
+def _cause(error: Exception, what: str = "the pool could not start") -> RolloutError:
+    """Our own error, maybe from inside Ray's, or one of ours that tells another in a line."""
+    cause = getattr(error, "cause", None) if isinstance(error, RayError) else error
+    if isinstance(cause, RolloutError):
         return cause
-    return StartFailed(f"the pool could not start: {str(error).strip().splitlines()[-1]}")
+    return StartFailed(f"{what}: {_text(cause or error)}")
+
+
+def _text(error: BaseException) -> str:
+    """Type and last line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['-'])[-1].strip()}"
 
 
 def _make(config: PoolConfig, role: str, kind: type, made: list[Any], *args: Any) -> Any:
@@ -232,37 +266,17 @@ def _spawn_worker(config: PoolConfig, anchor: Any, name: str, router_nodes: tupl
 
 
 def _detached(config: PoolConfig, role: str, kind: type, **options: Any) -> Any:
-    return ray.remote(_leased(kind)).options(
+    return ray.remote(lease.leased(kind)).options(
         name=f"{config.name}.{role}",
         namespace=cluster.NAMESPACE,
         lifetime="detached",
         num_cpus=0,
-        max_concurrency=10_000,
+        # No limit: the roster, status and finish must get through however many calls are open. A
+        # concurrency group for them would be another event loop next to the actor's state.
+        max_concurrency=1_000_000,
         enable_task_events=False,  # a record of every call would cost more than the call's routing
         **options,
     )
-
-
-def _leased(kind: type) -> type:
-    """The class with a life line: it ends when the driver's anchor does, or when told to."""
-
-    class Leased(kind):  # type: ignore[misc]
-        async def tie(self, anchor: Any) -> None:
-            self._ending = asyncio.create_task(lease.end_with(anchor, self.stop), name="lease")
-
-        async def hold(self) -> None:
-            await asyncio.Event().wait()
-
-        async def end(self) -> Any:
-            word = await self.shutdown()
-            self._ending = asyncio.create_task(lease.leave(self.stop, after_s=0.2), name="leave")
-            return word
-
-        async def node_id(self) -> str:
-            return str(ray.get_runtime_context().get_node_id())
-
-    Leased.__name__ = Leased.__qualname__ = kind.__name__
-    return Leased
 
 
 def _lookup(name: str, role: str) -> Any:
@@ -273,8 +287,13 @@ def _lookup(name: str, role: str) -> Any:
 
 def _actor(name: str, role: str) -> Any:
     actor = _lookup(name, role)
-    if actor is None:
+    if actor is not None:
+        return actor
+    if left := lease.actors_of(name, cluster.NAMESPACE):
         raise NotFound(
-            f"no pool named {name!r} in this cluster; start one with `rollout-workers serve CONFIG`"
+            f"pool {name!r} has lost its {role}; {', '.join(sorted(left))} still run: end them "
+            f"with `rollout-workers stop {name}`"
         )
-    return actor
+    raise NotFound(
+        f"no pool named {name!r} in this cluster; start one with `rollout-workers serve CONFIG`"
+    )

@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from rollout_workers.node import records_dir
 
@@ -42,21 +42,41 @@ class ProcessId:
 
 def identify(pid: int) -> ProcessId | None:
     """The process behind ``pid``, or None when there is none that runs."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
+    found = _stat(pid)
+    return found[0] if found else None
+
+
+def trees(roots: Iterable[ProcessId]) -> set[ProcessId]:
+    """These processes and all their descendants that run now, by one look at the node."""
+    running = {}
+    children: dict[int, list[ProcessId]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (found := _stat(int(name))):
+            process, parent = found
+            running[process.pid] = process
+            children.setdefault(parent, []).append(process)
+    rest = [root for root in roots if running.get(root.pid) == root]
+    seen: set[ProcessId] = set()
+    while rest:
+        process = rest.pop()
+        if process not in seen:
+            seen.add(process)
+            rest += children.get(process.pid, ())
+    return seen
 
 
 def tree(root: ProcessId) -> set[ProcessId]:
     """The process and all its descendants that run now."""
-    if not root.alive:
-        return set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        below = psutil.Process(root.pid).children(recursive=True)
-        return {root} | {found for child in below if (found := identify(child.pid))}
-    return set()
+    return trees([root])
+
+
+def _stat(pid: int) -> tuple[ProcessId, int] | None:
+    """A process that runs, and the pid of its parent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else (ProcessId(pid, int(fields[19])), int(fields[1]))
 
 
 def send(processes: Iterable[ProcessId], number: signal.Signals) -> None:
@@ -75,13 +95,18 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Record:
-    """Owns the node's entry about one server of this process: its tree, and what it leaves."""
+    """Owns the node's entry about one server of this process: its tree, and what it leaves.
+
+    Thread-safe, since a look at all processes of a node is no work for an event loop.
+    """
 
     def __init__(self, pid: int, run_dir: Path) -> None:
         root = identify(pid)
         self.processes = {root} if root else set()
         self.shm: set[str] = set()
         self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._removed = False
         self._path = records_dir() / f"{os.getpid()}-{pid}.json"
         self._write()
 
@@ -100,18 +125,23 @@ class Record:
 
         What is below any known process counts, so that children of one that died are kept.
         """
-        before = (self.processes, self.shm)
-        self.processes = self.processes.union(*map(tree, self.processes))
-        self.shm = self.shm.union(*map(_shared_memory, self.processes))
-        self._looked = time.monotonic()
-        if (self.processes, self.shm) != before:
-            self._write()
+        with self._lock:
+            if self._removed:
+                return
+            before = (self.processes, self.shm)
+            self.processes = self.processes | trees(self.processes)
+            self.shm = self.shm | _shared_memory(self.processes)
+            self._looked = time.monotonic()
+            if (self.processes, self.shm) != before:
+                self._write()
 
     def remove(self) -> None:
-        """Forget the server, with its shared-memory files; its tree must be dead."""
-        for name in self.shm:
-            (SHM / name).unlink(missing_ok=True)
-        self._path.unlink(missing_ok=True)
+        """Forget the server for good, with its shared-memory files; its tree must be dead."""
+        with self._lock:
+            self._removed = True
+            for name in self.shm:
+                (SHM / name).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         self._looked = time.monotonic()
@@ -137,7 +167,7 @@ def sweep(wait_s: float = 5.0) -> int:
 
 
 def _sweep(path: Path, entry: _Entry, wait_s: float) -> int:
-    stale = set().union(*map(tree, entry.processes))
+    stale = trees(entry.processes)
     send(stale, signal.SIGKILL)
     deadline = time.monotonic() + wait_s
     while any(process.alive for process in stale) and time.monotonic() < deadline:
@@ -150,10 +180,13 @@ def _sweep(path: Path, entry: _Entry, wait_s: float) -> int:
     return len(stale)
 
 
-def _shared_memory(process: ProcessId) -> set[str]:
-    """Names of files the process has mapped; a semaphore is mapped under another name."""
+def _shared_memory(processes: Iterable[ProcessId]) -> set[str]:
+    """Names of files they have mapped; a semaphore is mapped under another name."""
+    mapped: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            mapped.update(_SHM_INODE.findall(Path(f"/proc/{process.pid}/maps").read_text()))
     with contextlib.suppress(OSError):
-        mapped = set(_SHM_INODE.findall(Path(f"/proc/{process.pid}/maps").read_text()))
         files = [file for file in os.scandir(SHM) if file.name.startswith(SHM_FILES)]
         return {file.name for file in files if str(file.inode()) in mapped}
     return set()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rollout_workers.fields import ECHOED_DEFAULTS
-from rollout_workers.ledger import Sampled
+from rollout_workers.ledger import Sampled, item_id
 from rollout_workers.responses import Request
 from rollout_workers.schema import Ids
 
@@ -65,7 +65,7 @@ def items_json(items: list[Json]) -> str:
 def _output_message(reply: Reply, status: str, with_token_ids: bool) -> Json:
     part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
     item: Json = {
-        "id": "msg_" + reply.response_id.removeprefix("resp_"),
+        "id": item_id(reply.sampled.record),
         "type": "message",
         "role": "assistant",
         "status": status,

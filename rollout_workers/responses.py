@@ -16,7 +16,7 @@ from pydantic import ValidationError as PydanticError
 
 from rollout_workers.config import SamplingConfig
 from rollout_workers.errors import BadRequest
-from rollout_workers.fields import ECHOED_DEFAULTS, Body
+from rollout_workers.fields import ECHOED_DEFAULTS, MESSAGE_KEYS, Body, half_pair
 from rollout_workers.ledger import Message
 
 Json = dict[str, Any]
@@ -78,6 +78,8 @@ def parse(body: Mapping[str, Any], defaults: SamplingConfig) -> Request:
     """
     if not isinstance(body, Mapping):
         raise BadRequest(f"the body must be a JSON object, not {_kind(body)}", "body")
+    if (path := half_pair(dict(body))) is not None:
+        raise BadRequest(f"{path} holds half of a surrogate pair", path)
     try:
         parsed = Body.model_validate(dict(body))
     except PydanticError as error:
@@ -182,8 +184,29 @@ def _message(item: Any, path: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         raise BadRequest(f"{path}.role must be one of {', '.join(_ROLES)}", f"{path}.role")
+    for key, value in item.items():
+        if key not in MESSAGE_KEYS and value is not None:
+            name = f"{path}.{key!s:.64}"
+            raise BadRequest(f"{name} is not supported: refused, not ignored", name)
     content = _content(item, role, f"{path}.content")
-    return Message(role="system" if role == "developer" else role, content=content)
+    if role != "assistant":
+        return Message(role="system" if role == "developer" else role, content=content)
+    item_id = item.get("id")
+    return Message(
+        role=role,
+        content=content,
+        item_id=item_id if isinstance(item_id, str) else None,
+        token_ids=_carried_ids(item, f"{path}.generation_token_ids"),
+    )
+
+
+def _carried_ids(item: Mapping[str, Any], path: str) -> tuple[int, ...] | None:
+    ids = item.get("generation_token_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise BadRequest(f"{path} must be a list of token ids", path)
+    return tuple(ids)
 
 
 def _content(item: Mapping[str, Any], role: str, path: str) -> str:
@@ -209,10 +232,6 @@ def _part(part: Any, path: str) -> str:
 def _text(text: Any, path: str) -> str:
     if not isinstance(text, str):
         raise BadRequest(f"{path} must be a string, not {_kind(text)}", path)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRequest(f"{path} holds half of a surrogate pair", path) from None
     return text
 
 

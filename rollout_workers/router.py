@@ -21,7 +21,7 @@ from aiohttp import web
 from rollout_workers import models
 from rollout_workers import sessions as session_rules
 from rollout_workers.config import PoolConfig
-from rollout_workers.errors import BadRequest, NotFound, PoolNotReady, RolloutError
+from rollout_workers.errors import BadRequest, NotFound, PoolNotReady, RolloutError, StartFailed
 from rollout_workers.http import serve
 from rollout_workers.identity import session_name, session_of
 from rollout_workers.outbox import Outbox
@@ -35,6 +35,7 @@ from rollout_workers.turns import Turns
 
 Json = dict[str, Any]
 _GC_THRESHOLDS = 50_000, 20, 20  # Python's first is 700, passed by every reply
+_EXPIRY_S = 1.0  # between looks for idle sessions
 _EXPIRED = "idle beyond the session TTL"
 
 
@@ -45,7 +46,7 @@ class Router:
         """``own_process`` says that nothing else in this process needs torch."""
         self.shard, self.config = shard, config
         self._own_process = own_process
-        self._sessions = Sessions(config.router.session_ttl_s)
+        self._sessions = Sessions(config.router.session_ttl_s, config.router.ephemeral_ttl_s)
         self._roster = Roster()
         self._counts: Counter[str] = Counter()
         self._version = 0
@@ -65,8 +66,8 @@ class Router:
         self.schema = row_schema(self.config.engine.model, self._template.digest)
         return self.schema
 
-    async def start(self, buffer: Any) -> str | None:
-        """Begin to serve; rows go to the actor ``buffer``. Returns the front door's address."""
+    async def start(self, buffer: Any, address: str | None = None) -> str | None:
+        """Begin to serve, rows to actor ``buffer``; returns the URL, ``address`` for a wildcard."""
         self._buffer = buffer
         self._turns = Turns(self.shard, self.config, self._template, self._roster)
         block = self.config.buffer
@@ -75,8 +76,13 @@ class Router:
             asyncio.create_task(self._outbox.run(), name="outbox"),
             asyncio.create_task(self._expire(), name="expiry"),
         ]
-        if self.config.router.http.enabled:
-            self._runner, self.url = await serve(self, self.config.router.http)
+        http = self.config.router.http
+        if http.enabled:
+            try:
+                self._runner, self.url = await serve(self, http)
+            except OSError as error:
+                raise StartFailed(http.explain(error)) from None
+            self.url = http.url_at(address, self.url)
         return self.url
 
     async def stop(self) -> None:
@@ -122,13 +128,13 @@ class Router:
             named = session_name(session_id, body)
             declaration = Declaration(group_id=group_id, group_size=group_size, record=record)
             name = f"eph-{uuid.uuid4().hex}" if named is None else named
-            session = self._sessions.open(name, time.time(), declaration)
+            session = self._sessions.open(name, time.time(), declaration, ephemeral=named is None)
             session.in_flight += 1
             try:
                 return await self._ready().run(session, request)
             finally:
                 session.in_flight -= 1
-                self._sessions.settle(session, time.time(), ephemeral=named is None)
+                self._sessions.settle(session, time.time())
                 if session.id not in self._sessions:
                     self._roster.forget(session.id)
 
@@ -238,9 +244,10 @@ class Router:
     async def _expire(self) -> None:
         """Close idle sessions a few at a time."""
         while True:
-            await asyncio.sleep(min(5.0, self.config.router.session_ttl_s / 4))
-            for session in self._sessions.expired(time.time()):
-                await self._close_idle(session)
+            await asyncio.sleep(min(_EXPIRY_S, self.config.router.session_ttl_s / 4))
+            while idle := self._sessions.expired(time.time()):
+                for session in idle:
+                    await self._close_idle(session)
 
     async def _close_idle(self, session: Session) -> None:
         """Declared ones leave an aborted row; a finish that was not confirmed is made again."""

@@ -33,8 +33,8 @@ class WorkerInfo:
 
     name: str
     url: str
-    api_key: str
-    admin_key: str
+    api_key: str = field(repr=False)
+    admin_key: str = field(repr=False)
     version: int
     vocab_size: int
     context_length: int  # prompt + generated tokens, in tokens

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.diagnosis import Cause, Diagnosis, diagnose, ended
 from rollout_workers.errors import StartFailed
 from rollout_workers.launch import Launch, check, command, environment, popen, write_keys
-from rollout_workers.node import new_log, new_run_dir, node_dir
+from rollout_workers.node import log_tail, new_log, new_run_dir, node_dir
 from rollout_workers.ports import PortLease
 from rollout_workers.processes import Record, send
 
@@ -36,7 +37,6 @@ _PORT_TRIES = 4
 _POLL_S = 0.2
 _REFRESH_STARTING_S, _REFRESH_S = 1.0, 15.0  # how old the record of the tree may be
 _KILL_S = 10.0
-_TAIL_BYTES = 256 << 10
 _HTTP_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -108,13 +108,18 @@ class Server:
             self.ended = True
             raise
 
-    async def wait_exit(self) -> int:
-        """Wait until the engine's main process ends, clean up after it; returns its exit code."""
+    async def wait_exit(self, on_exit: Callable[[int], object] | None = None) -> int:
+        """Wait until the engine's main process ends, clean up after it; returns its exit code.
+
+        ``on_exit`` gets the code at once: the clean-up may take seconds.
+        """
         if self._process is None:
             raise StartFailed(f"{self.name} was never started")
         while (code := self._process.poll()) is None:
-            self._refresh(_REFRESH_S)
+            await self._refresh(_REFRESH_S)
             await asyncio.sleep(_POLL_S)
+        if on_exit is not None:
+            on_exit(code)
         await self._destroy()
         self.ended = True
         return code
@@ -135,13 +140,7 @@ class Server:
 
     def tail(self, lines: int = 50) -> list[str]:
         """The last lines of the engine's log, without keys."""
-        with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-            for key in (self.api_key, self.admin_key):
-                text = text.replace(key, "***")
-            return text.splitlines()[-lines:]
-        return []
+        return log_tail(self.log_path, lines, (self.api_key, self.admin_key))
 
     def diagnose(self) -> Diagnosis:
         """Why the engine ended, or what its log says so far."""
@@ -159,6 +158,8 @@ class Server:
                     raise StartFailed(f"{error}; {_PORT_TRIES} pairs of ports tried") from None
                 logger.warning("engine.port_taken worker=%s: %s; trying others", self.name, error)
                 await self._destroy()
+                if self._record:
+                    raise StartFailed(f"{error}, and its process cannot be killed") from None
         raise AssertionError("the last try returns or raises")
 
     def _spawn(self, model: str, version: int, dtype: str | None) -> None:
@@ -189,13 +190,13 @@ class Server:
             async with asyncio.timeout(limit_s), self._session() as session:
                 while (limits := await self._limits(session)) is None:
                     self._raise_if_ended()
-                    self._refresh(_REFRESH_STARTING_S)
+                    await self._refresh(_REFRESH_STARTING_S)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             slow = f"not serving after engine.start_timeout_s = {limit_s:g}"
             raise StartFailed(f"{self.diagnose()} ({slow}; log: {self.log_path})") from None
+        await self._refresh(0)
         self._raise_if_stopping()
-        self._refresh(0)
         self._ready = True
         return limits
 
@@ -224,7 +225,7 @@ class Server:
         ends, and says that the port was taken.
         """
         try:
-            await _get(session, "/ready", 2, as_json=False)
+            await _get(session, "/ready", as_json=False)
             info = await _get(session, "/server_info")
             models = await _get(session, "/v1/models")
             if self._launch is None or info["nccl_port"] != self._launch.nccl_port:
@@ -241,7 +242,7 @@ class Server:
         process, deadline = self._process, time.monotonic() + grace_s
         if process is None or process.poll() is not None:
             return
-        self._refresh(0)
+        await self._refresh(0)
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         with contextlib.suppress(*_HTTP_ERRORS):
             async with asyncio.timeout(min(2.0, grace_s)), self._session() as session:
@@ -251,11 +252,17 @@ class Server:
             await asyncio.sleep(_POLL_S)
 
     async def _destroy(self) -> None:
-        """Kill what is left of the tree, then remove every trace but the log."""
+        """Kill what is left of the tree, then remove every trace but the log.
+
+        What cannot be killed keeps its traces: the record, by which a later sweep finds it, and
+        the ports it may still hold.
+        """
         self._ready = False
         async with self._ending:
             if self._record:
-                await self._kill(self._record)
+                if not await self._kill(self._record):
+                    logger.error("engine.unkillable worker=%s pid=%d", self.name, self.pid)
+                    return
                 self._record.remove()
                 self._record = None
             if self._launch:
@@ -265,27 +272,28 @@ class Server:
                 self._ports.release()
                 self._ports = None
 
-    async def _kill(self, record: Record) -> None:
+    async def _kill(self, record: Record) -> bool:
+        """Kill the tree; returns whether nothing of it runs any more."""
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:
-            record.refresh()  # each time: a process that dies may have just made another
+            # Each time: a process that dies may have just made another.
+            with contextlib.suppress(OSError):  # the record could not be written
+                await asyncio.to_thread(record.refresh)
             send(record.processes, signal.SIGKILL)
             if not record.alive and self._exit_code() is not None:  # which reaps it
-                return
+                return True
             await asyncio.sleep(0.05)
-        logger.error("engine.unkillable worker=%s pid=%d", self.name, self.pid)
+        return not record.alive
 
     def _exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
-    def _refresh(self, after_s: float) -> None:
+    async def _refresh(self, after_s: float) -> None:
         if self._record and self._record.age_s >= after_s:
-            self._record.refresh()
+            await asyncio.to_thread(self._record.refresh)
 
 
-async def _get(
-    session: aiohttp.ClientSession, path: str, limit_s: float = 10, as_json: bool = True
-) -> Any:
-    timeout = aiohttp.ClientTimeout(total=limit_s)
+async def _get(session: aiohttp.ClientSession, path: str, as_json: bool = True) -> Any:
+    timeout = aiohttp.ClientTimeout(total=10 if as_json else 2)
     async with session.get(path, raise_for_status=True, timeout=timeout) as reply:
         return await reply.json() if as_json else None

@@ -8,20 +8,20 @@ expire. An *ephemeral* one was never named by its caller and leaves a row only i
 from __future__ import annotations
 
 import asyncio
-import itertools
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout_workers.errors import BadRequest, Conflict, NotFound
-from rollout_workers.ledger import EMPTY_SEGMENT, Ledger, Segment
+from rollout_workers.ledger import EMPTY_SEGMENT, Ledger, Segment, SegmentReason
 from rollout_workers.outcome import Declaration, Outcome, check_identifier
 from rollout_workers.reply import items_json
 from rollout_workers.schema import Row, row_id
 
 Json = dict[str, Any]
+_GROUPS_KEPT = 100_000  # group sizes that are remembered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Session:
     id: str
     touched: float
     declared: bool
+    ephemeral: bool = False
     declaration: Declaration = field(default_factory=Declaration)
     trajectory_id: str = field(default_factory=lambda: f"traj_{uuid.uuid4().hex}")
     ledger: Ledger = field(default_factory=Ledger)
@@ -47,33 +48,44 @@ class Sessions:
     """Owns all sessions of a router shard, least recently used first."""
 
     ttl_s: float
-    _open: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+    ephemeral_ttl_s: float = 60.0
+    _named: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+    _ephemeral: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+    _group_sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._named) + len(self._ephemeral)
 
     def __contains__(self, session_id: str) -> bool:
-        return session_id in self._open
+        return session_id in self._named or session_id in self._ephemeral
 
     def open(
-        self, session_id: str, now: float, declaration: Declaration | None, declare: bool = False
+        self,
+        session_id: str,
+        now: float,
+        declaration: Declaration | None,
+        *,
+        declare: bool = False,
+        ephemeral: bool = False,
     ) -> Session:
         """Find or open a session and merge what the caller declared.
 
+        A group's size is that of its first declaration; later ones may leave it out.
+
         Raises:
-            BadRequest: a malformed id.
+            BadRequest: a malformed id, or a group without a size.
             Conflict: the session is finished, or was declared otherwise before.
         """
         check_identifier(session_id, "session_id")
-        session = self._open.get(session_id)
+        session = self._find(session_id)
         if session is None:
-            session = Session(id=session_id, touched=now, declared=False)
+            session = Session(id=session_id, touched=now, declared=False, ephemeral=ephemeral)
         elif session.outcome is not None:
             raise Conflict(f"session {session_id} is finished; use a new session id", "session_id")
         if declaration is not None:
-            session.declaration = session.declaration.merge(declaration)
+            session.declaration = self._sized(session.declaration.merge(declaration))
             session.declared |= declare or session.declaration.group_id is not None
-        self._open[session_id] = session
+        self._order(session)[session_id] = session
         self.touch(session, now)
         return session
 
@@ -83,7 +95,7 @@ class Sessions:
         Raises:
             NotFound: there is none by that id.
         """
-        session = self._open.get(session_id) if isinstance(session_id, str) else None
+        session = self._find(session_id) if isinstance(session_id, str) else None
         if session is None:
             raise NotFound(f"no session {session_id!r:.140}; it may have expired", "session_id")
         return session
@@ -91,16 +103,16 @@ class Sessions:
     def touch(self, session: Session, now: float) -> None:
         """Count a use, so that the session does not expire soon."""
         session.touched = now
-        self._open.move_to_end(session.id)
+        self._order(session).move_to_end(session.id)
 
-    def settle(self, session: Session, now: float, *, ephemeral: bool) -> None:
+    def settle(self, session: Session, now: float) -> None:
         """Note that a turn ended; an ephemeral session without any turn has nothing to keep."""
         self.touch(session, now)
         if session.in_flight:
             return
         session.idle.set()
         session.idle = asyncio.Event()
-        if ephemeral and not session.ledger.turns and session.outcome is None:
+        if session.ephemeral and not session.ledger.turns and session.outcome is None:
             self.drop(session)
 
     def begin_finish(self, session: Session, outcome: Outcome) -> None:
@@ -125,19 +137,56 @@ class Sessions:
 
     def drop(self, session: Session) -> None:
         """Forget a session."""
-        self._open.pop(session.id, None)
+        self._order(session).pop(session.id, None)
 
     def expired(self, now: float, limit: int = 64) -> list[Session]:
-        """Up to ``limit`` sessions that were idle beyond the TTL; finished ones go here."""
-        idle = [s for s in itertools.islice(self._open.values(), limit) if self.is_idle(s, now)]
-        for session in idle:
-            if session.result is not None:
-                self.drop(session)
-        return [session for session in idle if session.result is None]
+        """Up to ``limit`` sessions that were idle beyond their TTL; finished ones are dropped here.
+
+        The caller drops, finishes or touches each of them; called again, it gives the next ones.
+        """
+        found: dict[str, Session] = {}
+        for order in (self._named, self._ephemeral):
+            while order and len(found) < limit:
+                head = next(iter(order.values()))
+                if head.id in found or now - head.touched < self._ttl(head):
+                    break
+                if head.in_flight:
+                    self.touch(head, now)
+                elif head.result is not None:
+                    self.drop(head)
+                else:
+                    found[head.id] = head
+                    order.move_to_end(head.id)
+        return list(found.values())
 
     def is_idle(self, session: Session, now: float) -> bool:
-        """Whether a session has no turn running and was not used for the TTL."""
-        return not session.in_flight and now - session.touched >= self.ttl_s
+        """Whether a session has no turn running and was not used for its TTL."""
+        return not session.in_flight and now - session.touched >= self._ttl(session)
+
+    def _ttl(self, session: Session) -> float:
+        return min(self.ttl_s, self.ephemeral_ttl_s) if session.ephemeral else self.ttl_s
+
+    def _order(self, session: Session) -> OrderedDict[str, Session]:
+        return self._ephemeral if session.ephemeral else self._named
+
+    def _find(self, session_id: str) -> Session | None:
+        return self._named.get(session_id) or self._ephemeral.get(session_id)
+
+    def _sized(self, declaration: Declaration) -> Declaration:
+        """The declaration with its group's size, which is the same for all of the group."""
+        group, size = declaration.group_id, declaration.group_size
+        if group is None:
+            return declaration
+        known = self._group_sizes.get(group)
+        if known is None and size is None:
+            raise BadRequest("a group's first session must declare its group_size", "group_size")
+        if known is not None and size is not None and known != size:
+            raise Conflict(f"group {group} has size {known}, not {size}", "group_size")
+        self._group_sizes[group] = known or size or 0
+        self._group_sizes.move_to_end(group)
+        if len(self._group_sizes) > _GROUPS_KEPT:
+            self._group_sizes.popitem(last=False)
+        return replace(declaration, group_size=self._group_sizes[group])
 
 
 def rows(session: Session, outcome: Outcome, run_id: str, version: int) -> list[Row]:
@@ -148,18 +197,37 @@ def rows(session: Session, outcome: Outcome, run_id: str, version: int) -> list[
     Raises:
         BadRequest: there is not one turn reward per turn.
     """
-    turns = len(session.ledger.turns)
+    ledger = session.ledger
+    final = session.responses.get(outcome.response_id or "")
+    excluded = ledger.excluded(final)
+    turns = len(ledger.turns) - len(excluded)
     if outcome.turn_rewards is not None and len(outcome.turn_rewards) != turns:
         raise BadRequest(
             f"{len(outcome.turn_rewards)} turn_rewards for {turns} turns", "turn_rewards"
         )
     if not session.declaration.record:
         return []
-    segments = session.ledger.segments() or [EMPTY_SEGMENT]
-    return [
+    segments = ledger.segments(excluded) or [EMPTY_SEGMENT]
+    made = [
         _row(session, outcome, run_id, version, segment, number, len(segments))
         for number, segment in enumerate(segments)
     ]
+    if excluded:
+        made[0] = _with_excluded(made[0], sum(len(ledger.turns[i].sampled.ids) for i in excluded))
+    return made
+
+
+def _with_excluded(row: Row, tokens: int) -> Row:
+    """The trunk's row with the count of all sampled tokens that are trained in no row."""
+    if row.turns:
+        return replace(row, tokens_excluded=tokens)
+    why = "several answers to one request, and finish named none of them"
+    return replace(
+        row,
+        tokens_excluded=tokens,
+        segment_reason=SegmentReason.AMBIGUOUS,
+        error=row.error or why,
+    )
 
 
 def _row(
@@ -214,6 +282,6 @@ def result(session: Session, stored: Sequence[Row]) -> Json:
 def _status(outcome: Outcome, segment: Segment) -> str:
     if outcome.status is not None:
         return outcome.status
-    if not segment.turns:
+    if not segment.turns or outcome.error is not None:
         return "error"
     return "length" if segment.turns[-1].finish_reason == "length" else "completed"

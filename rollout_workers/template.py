@@ -2,8 +2,9 @@
 
 Owns the tokenizer. Sampled text is never encoded here: a later turn's prompt is made of the
 sampled ids plus ``continuation``, the template's text *after* an assistant message, cut out of a
-synthetic conversation. Text that spells a control token is encoded as ordinary pieces, so neither
-a user nor a tool result can close a turn.
+synthetic conversation. Text that spells a control token is encoded as ordinary pieces in any role,
+so that no message can close a turn. Spellings of other added tokens, such as ``<think>``, are
+ordinary pieces only in what users say; in other roles they are what the template makes of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rollout_workers.ledger import Message
 from rollout_workers.schema import Ids
 
 _CUT = "\ufdd0"  # a Unicode noncharacter: no tokenizer gives it a meaning
+_TRUSTED = ("system", "developer", "assistant")  # their authors may mean a token by its name
 _MARK = "qzxkvq"  # stands for the assistant's words in the synthetic conversation
 _PROBE = (Message(role="user", content="u"), Message(role="assistant", content=_MARK))
 
@@ -64,10 +66,13 @@ class ChatTemplate:
         self.options = options or {}
         self.digest = self._digest()
         self._codec = _Codec(self._tokenizer)
-        added = self._tokenizer.get_added_vocab()
-        control = [t for t in self._tokenizer.all_special_tokens if t in added]
-        self._added, self._control = _spellings(added), _spellings(control)
-        self._special_ids = {added[t] for t in control}
+        added = self._tokenizer.added_tokens_decoder
+        control = {number: token.content for number, token in added.items() if token.special}
+        # Runs of spaces are added tokens in some vocabularies, and ordinary words nevertheless.
+        named = [token.content for token in added.values() if not token.content.isspace()]
+        self._control = _spellings(control.values())
+        self._added = _spellings([*named, *control.values()])
+        self._control_ids = frozenset(control)
         self.bridgeable = self._probe()
 
     def render(self, messages: Sequence[Message]) -> Ids:
@@ -109,7 +114,7 @@ class ChatTemplate:
             stable = self._text(longer).count(_MARK) == 1
         except (BadRequest, ValueError, IndexError):
             return False
-        return stable and len(closings) == 1 and closings <= self._special_ids
+        return stable and len(closings) == 1 and closings <= self._control_ids
 
     def _text(self, messages: Sequence[Message]) -> str:
         turns = [{"role": m.role, "content": self._literal(m)} for m in messages]
@@ -121,11 +126,10 @@ class ChatTemplate:
             raise BadRequest(f"the model's chat template refuses this: {error}", "input") from None
 
     def _literal(self, message: Message) -> str:
-        """The content with every spelling of a control token cut into single characters."""
+        """The content, cut wherever a token would form that must not."""
         if _CUT in message.content:
             raise BadRequest(f"the character U+{ord(_CUT):04X} cannot be used in text", "input")
-        spellings = self._control if message.role == "assistant" else self._added
-        return spellings.sub(lambda found: _CUT.join(found[0]), message.content)
+        return _cut(message.content, self._control if message.role in _TRUSTED else self._added)
 
     def _encode(self, text: str) -> Ids:
         pieces = map(self._codec.encode, text.split(_CUT))
@@ -217,6 +221,18 @@ def _torch_hidden() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _spellings(tokens: Sequence[str] | dict[str, int]) -> re.Pattern[str]:
+def _cut(text: str, spellings: re.Pattern[str]) -> str:
+    """The text with a cut after the first character of each spelling, so that none is left.
+
+    The search goes on right after the cut: a spelling that begins inside another one is cut too.
+    """
+    pieces, start = [], 0
+    while found := spellings.search(text, start):
+        pieces.append(text[start : found.start() + 1])
+        start = found.start() + 1
+    return _CUT.join([*pieces, text[start:]])
+
+
+def _spellings(tokens: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted((re.escape(t) for t in tokens if len(t) > 1), key=len, reverse=True)
     return re.compile("|".join(longest_first) or r"(?!)")

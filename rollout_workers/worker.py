@@ -38,6 +38,7 @@ class Worker:
         self._host: str = _node_address() if remote else "127.0.0.1"
         self._server: Server | None = None
         self._info: WorkerInfo | None = None
+        self._clearing: asyncio.Task[int] | None = None
 
     async def start(self, version: int = 0) -> WorkerInfo:
         """Start the engine, its weights labelled ``version``, and return how to reach it.
@@ -47,6 +48,8 @@ class Worker:
             ConfigError: ``engine.args`` sets a flag that is not the user's.
             StartFailed: the engine cannot start; the message begins with the cause.
         """
+        if self._clearing:
+            await asyncio.shield(self._clearing)
         if self._server and not self._server.ended:
             raise StartFailed(f"{self._name} has an engine already: stop it first")
         self._server = server = self._new_server()
@@ -58,12 +61,21 @@ class Worker:
         return self._info
 
     async def wait_exit(self) -> str:
-        """Wait until the engine ends, and say in one sentence how and why."""
+        """Wait until the engine ends, and say in one sentence how and why.
+
+        What it left is cleared meanwhile: who sends it turns should know at once.
+        """
         server = self._server
         if server is None:
             return f"{self._name} has no engine"
-        code = await server.wait_exit()
-        self._info = None
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        clearing = asyncio.create_task(server.wait_exit(exited.set_result), name="clearing")
+        await asyncio.wait({exited, clearing}, return_when=asyncio.FIRST_COMPLETED)
+        if not exited.done():
+            clearing.result()  # raises: there is nothing to wait for
+        code = exited.result()
+        if server is self._server:
+            self._info, self._clearing = None, clearing
         lines = server.tail()
         cause = "it was stopped" if server.stopping else server.diagnose()
         return f"engine of {self._name} {ended(code)}: {cause}; last log line: {last_line(lines)}"

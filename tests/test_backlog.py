@@ -116,6 +116,15 @@ def test_a_tombstone_completes_its_group() -> None:
     assert names(backlog.ready(None, 1)) == ["a1", "tombstone"]
 
 
+def test_a_group_id_used_again_is_another_group() -> None:
+    backlog = filled(*(entry(f"e{i}", "g", 2) for i in range(5)))
+    assert names(backlog.ready(None, 1)) == ["e0", "e1"]
+    assert names(backlog.ready(None, 9)) == ["e0", "e1", "e2", "e3"]
+    assert backlog.incomplete_groups == 1
+    backlog.add([entry("e5", "g", 2), entry("f", "h", 2)])
+    assert backlog.incomplete_groups == 1
+
+
 def test_what_was_seen_is_known_for_good() -> None:
     backlog = filled(entry("a"))
     assert backlog.knows("a")

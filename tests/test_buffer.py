@@ -199,7 +199,7 @@ async def test_full_disk(buffer: Buffer) -> None:
             await buffer.append(block(rows("t2", width=5_000)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.code == "spool_failed"
+    assert caught.value.code == "not_stored"
     assert (await buffer.status())["spool_bytes"] == size
     assert ids_of(await buffer.take(n=9)) == ["t1/0"]
     assert await buffer.append(block(rows("t2", width=5_000))) == 1  # the sender tries again

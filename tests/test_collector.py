@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +10,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
-
 from collector import Collector, Episode
 from results import Errors, Reporter, Writer
 from tasks import Outcome, Prompt, Respond, answer

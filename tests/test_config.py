@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_workers.config import PoolConfig
+from rollout_workers.config import HttpConfig, PoolConfig
 from rollout_workers.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "pool"
@@ -58,8 +58,10 @@ def test_unknown_key_names_the_near_one(tree: Any, said: str) -> None:
         ({"workers": {"count": 1.5}}, "workers.count", "1.5"),
         ({"sampling": {"temperature": 2.1}}, "sampling.temperature", "2.1"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature", "nan"),
+        ({"sampling": {"temperature": 1e-7}}, "sampling.temperature", "1e-07"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p", "0"),
-        ({"engine": {"env": {"A": 1}}}, "engine.env.A", "1"),
+        ({"engine": {"env": {"A": 1}}}, "engine.env.A", "***, of type int"),
+        ({"router": [1]}, "router", "a list"),
         ({"engine": {"model": ""}}, "engine.model", "''"),
         ({"engine": None}, "engine", "None"),
         ({"name": "a b"}, "name", "'a b'"),
@@ -71,6 +73,21 @@ def test_wrong_value_names_field_and_value(tree: Any, path: str, value: str) -> 
     message = refused(tree)
     assert message.startswith(f"{path}:")
     assert f"got {value}" in message
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"router": {"http": {"api_key": 70219}}},
+        {"router": {"http": {"api_key": ["70219"]}}},
+        {"router": [{"http": {"api_key": "70219"}}]},
+        {"router": {"http": [{"api_key": "70219"}]}},
+        {"engine": {"env": {"HF_TOKEN": 70219}}},
+        {"engine": {"env": ["HF_TOKEN=70219"]}},
+    ],
+)
+def test_a_mistake_is_told_without_secrets(tree: Any) -> None:
+    assert "70219" not in refused(tree)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -134,6 +151,22 @@ def test_exposed_front_door_needs_a_key(host: str) -> None:
     assert "router.http.api_key" in refused({"router": {"http": {"host": host}}})
     tree = {"router": {"http": {"host": host, "api_key": "secret"}}}
     assert PoolConfig.load(tree).router.http.host == host
+
+
+def test_exposed_front_door_is_checked_however_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"router\.http\.host is 10\.0\.0\.7, which others"):
+        HttpConfig(host="10.0.0.7")
+    said = refused({"router": {"http": {"host": "0.0.0.0"}}})
+    assert said.startswith("router.http.host is 0.0.0.0, which others can reach: set router.http.")
+
+
+def test_a_wildcard_is_told_as_an_address_of_the_node() -> None:
+    every = HttpConfig(host="0.0.0.0", api_key="k")
+    assert every.url_at("10.0.0.7", "http://0.0.0.0:80/v1") == "http://10.0.0.7:80/v1"
+    assert every.url_at(None, "http://0.0.0.0:80/v1") == "http://0.0.0.0:80/v1"
+    assert HttpConfig().url_at("10.0.0.7", "http://127.0.0.1:8/v1") == "http://127.0.0.1:8/v1"
+    every = HttpConfig(host="::", api_key="k")
+    assert every.url_at("fd00::7", "http://[::]:80/v1") == "http://[fd00::7]:80/v1"
 
 
 def test_closed_front_door_needs_no_key() -> None:

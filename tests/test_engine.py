@@ -72,7 +72,7 @@ def raw(
 
 def read(body: Any) -> Generation:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    return read_reply(data, "resp_1", 4, 100, 1.5)
+    return read_reply(data, "resp_1", 4, 100, SAMPLING.stop, 1.5)
 
 
 def test_good_reply() -> None:
@@ -134,6 +134,13 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "id huge": (raw((1, 2**63)), "resp_1"),
     "null logprob": (raw(logprobs=[-1.0, None, -1.0]), "logprob 1 is nan"),
     "infinite logprob": (raw(logprobs=[-1.0, -1e300, -1.0]), "logprob 1 is -inf"),
+    "least bfloat16": (raw(logprobs=[-1.0, -1.0, -3.3895e38]), "logprob 2 is -3.38"),
+    "least float32": (
+        raw(logprobs=[-1.0, float(np.finfo(np.float32).min), -1.0]),
+        "logprob 1 is -3.40",
+    ),
+    "NaN": (raw(finish_reason={"type": "stop", "matched": "NaN happened"}), "'NaN happened'"),
+    "a piece of a stop string": (raw(finish_reason={"type": "stop", "matched": "EN"}), "'EN'"),
     "positive logprob": (raw(logprobs=[-1.0, 0.5, -1.0]), "logprob 1 is 0.5"),
     "no versions": (raw(weight_versions=...), "do not tile 3 tokens"),
     "versions too short": (raw(weight_versions=[span(0, 2)]), "do not tile 3 tokens"),

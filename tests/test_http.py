@@ -395,7 +395,8 @@ async def test_group_and_record_headers(door: Door) -> None:
     status, body = await door.ask(
         {"input": "hi"}, x_session_id="g.2", x_group_id="g", x_group_size="3"
     )
-    assert status == 200
+    assert (status, body["error"]["param"]) == (409, "group_size")
+    assert (await door.ask({"input": "hi"}, x_session_id="g.2", x_group_id="g"))[0] == 200
     status, body = await door.ask({"input": "hi"}, x_session_id="g.2", x_group_id="h")
     assert (status, body["error"]["param"]) == (409, "group_id")
 

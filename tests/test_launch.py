@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from rollout_workers.config import EngineConfig
+from rollout_workers.cpu_platform import PLATFORM
 from rollout_workers.diagnosis import Cause, diagnose, ended, last_line
 from rollout_workers.errors import ConfigError, StartFailed
 from rollout_workers.launch import SITE, Launch, check, command, environment, write_keys
@@ -98,9 +99,23 @@ def test_another_command_gets_the_same_flags(tmp_path: Path) -> None:
         ("port", "the worker sets it"),
         ("--tp_size", "engine.tensor_parallel"),
         ("api-key", "remove it"),
+        ("api-ke", "remove it"),
+        ("port=5", "the worker sets it"),
+        ("context-length", "set engine.context_length"),
+        ("allow_auto_truncate", "cuts prompts silently"),
+        ("allow-auto", "cuts prompts silently"),
+        ("skip-tokenizer-init", "stop strings"),
+        ("preferred-sampling-params", "set sampling"),
+        ("dp", "workers.count"),
+        ("dp-size", "workers.count"),
+        ("data-parallel-size", "workers.count"),
+        ("nnodes", "workers.count"),
+        ("node-rank", "workers.count"),
+        ("dist-init-addr", "workers.count"),
+        ("nccl-init-addr", "workers.count"),
     ],
 )
-def test_a_flag_of_ours_is_refused_by_name(flag: str, hint: str) -> None:
+def test_a_flag_that_is_not_the_users_is_refused_by_name(flag: str, hint: str) -> None:
     config = EngineConfig(device="cpu", args={flag: 1})
     with pytest.raises(ConfigError, match=hint) as raised:
         check(config, "m", {})
@@ -116,6 +131,28 @@ def test_environment(tmp_path: Path) -> None:
     assert env["ROLLOUT_WORKERS_PARENT"] == str(os.getpid())
     # Compiled kernels stay where they are found again, not in the server's own directory.
     assert env["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tempfile.gettempdir()}/torchinductor_")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logprobs_always_mean_what_tokens_were_sampled_from(device: str, tmp_path: Path) -> None:
+    name = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+    config = EngineConfig.model_validate({"device": device, "env": {name: "1"}})
+    with pytest.raises(ConfigError, match=rf"^engine\.env: {name} cannot be given"):
+        check(config, "m", {})
+    launch = a_launch(tmp_path)
+    assert environment(config, launch, {name: "1"})[name] == "0"
+    assert environment(EngineConfig(), launch, {})[name] == "0"
+
+
+def test_an_engine_for_gpus_is_not_put_on_the_platform_for_cpus(tmp_path: Path) -> None:
+    launch, config = a_launch(tmp_path), EngineConfig(device="cuda")
+    assert "SGLANG_PLATFORM" not in environment(config, launch, {"SGLANG_PLATFORM": PLATFORM})
+    env = environment(config, launch, {"SGLANG_PLATFORM": "someone_elses"})
+    assert env["SGLANG_PLATFORM"] == "someone_elses"
+
+
+def test_keys_do_not_show(tmp_path: Path) -> None:
+    assert "secret" not in repr(a_launch(tmp_path))
 
 
 def test_keys_are_in_a_file_for_the_owner_only(tmp_path: Path) -> None:

@@ -204,18 +204,63 @@ def test_two_requests_at_once_on_one_turn() -> None:
     assert [segment.reason for segment in ledger.segments()] == ["start", "branch"]
 
 
-def test_siblings_with_the_same_words_keep_their_own_ids() -> None:
+def same_words() -> Ledger:
+    """One request, answered twice with the same words and different ids: turns 0 and 1."""
     ledger = Ledger()
     for value in (2, 3):
         ledger.commit(ledger.plan(ROOT, [user("a")]), ids(1), sampled(value), said("x"))
+    return ledger
+
+
+@pytest.mark.parametrize("meant", [0, 1])
+def test_of_siblings_with_the_same_words_the_one_that_came_back_is_continued(meant: int) -> None:
+    ledger = same_words()
+    value = 2 + meant
+    for told in (
+        {"item_id": f"msg_({value},)"},
+        {"token_ids": (value,)},
+        {"token_ids": (value,), "item_id": "msg_unknown"},
+    ):
+        back = Message(role="assistant", content="x", **told)
+        assert ledger.plan(ROOT, [user("a"), back, user("b")]).anchor == meant
+    untold = ledger.plan(ROOT, [user("a"), said("x"), user("b")])
+    assert untold.anchor == 1
+
+
+def test_ids_that_no_turn_sampled_begin_a_segment() -> None:
+    ledger = same_words()
+    back = Message(role="assistant", content="x", token_ids=(9,))
+    plan = ledger.plan(ROOT, [user("a"), back, user("b")])
+    assert (plan.anchor, plan.reason) == (None, SegmentReason.IDS)
+
+
+def test_an_answer_that_nobody_continued_is_not_trained() -> None:
+    ledger = same_words()
     plan = ledger.plan(ROOT, [user("a"), said("x"), user("b")])
-    assert plan.anchor is not None
-    prompt = ledger.prompt(plan.anchor).tolist()
-    assert prompt in ([1, 2], [1, 3])
     ledger.commit(plan, ids(4), sampled(5), said("y"))
-    paths = {tuple(segment.token_ids.tolist()) for segment in ledger.segments()}
-    assert (*prompt, 4, 5) in paths
-    assert len(paths) == 2
+    excluded = ledger.excluded()
+    assert excluded == {0}
+    [segment] = ledger.segments(excluded)
+    assert (segment.path, segment.reason) == ((1, 2), SegmentReason.START)
+    assert segment.token_ids.tolist() == [1, 3, 4, 5]
+
+
+def test_of_last_answers_only_the_named_one_is_trained() -> None:
+    ledger = same_words()
+    assert ledger.excluded(final=0) == {1}
+    assert ledger.excluded() == {0, 1}
+    assert ledger.segments({0, 1}) == []
+
+
+def test_rows_count_what_is_not_trained() -> None:
+    for final, trained, reason in ((None, 0, "ambiguous"), ("r1", 1, "start")):
+        session = Session(id="s", touched=0, declared=True, ledger=same_words())
+        session.items = [[], []]
+        session.responses = {"r0": 0, "r1": 1}
+        [row] = rows(session, Outcome(response_id=final), "run", 0)
+        assert int(row.loss_mask.sum()) == trained
+        assert row.tokens_excluded == 2 - trained
+        assert row.segment_reason == reason
 
 
 def test_empty_generation() -> None:
@@ -311,5 +356,8 @@ def verify(session: Session, steps: list[Step]) -> None:
     if segments:
         assert segments[0].path[0] == 0
         assert segments[0].reason is SegmentReason.START
-    for row in rows(session, Outcome(), "run", 0):
+    made = rows(session, Outcome(), "run", 0)
+    for row in made:
         check(row)
+    masks = sum(int(row.loss_mask.sum()) for row in made)
+    assert masks + sum(row.tokens_excluded for row in made) == trained

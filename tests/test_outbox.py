@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from test_buffer import SCHEMA, rows
 
-from rollout_workers.errors import BadEngineReply, Overloaded, RolloutError
+from rollout_workers.errors import BadEngineReply, NotStored, Overloaded, RolloutError
 from rollout_workers.outbox import Outbox
 
 
@@ -106,15 +106,15 @@ async def test_failure_reaches_those_whose_rows_it_were() -> None:
     async with running(receiver, max_rows=2) as outbox:
         results = await put_all(outbox, *(rows(f"t{i}") for i in range(6)))
         assert [type(result) for result in results] == [
-            RolloutError,
-            RolloutError,
+            NotStored,
+            NotStored,
             Overloaded,
             Overloaded,
             type(None),
             type(None),
         ]
         assert "ConnectionError: gone" in str(results[0])
-        assert results[0].code == "buffer_unavailable"
+        assert results[0].code == "not_stored"
         assert results[2].code == "buffer_full"
         await outbox.put(rows("t0"))  # again
     assert receiver.blocks[-1] == ["t0"]
@@ -172,4 +172,4 @@ async def test_stopping_leaves_nobody_waiting() -> None:
         waiting = [asyncio.create_task(outbox.put(rows(f"t{i}"))) for i in range(3)]
         await asyncio.sleep(0.01)
     results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
-    assert {type(result) for result in results} == {RolloutError}
+    assert {type(result) for result in results} == {NotStored}

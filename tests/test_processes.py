@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from servers import all_gone, engine_config, left_behind, own_node, running, tre
 
 from rollout_workers import node
 from rollout_workers.config import EngineConfig
+from rollout_workers.errors import StartFailed
 from rollout_workers.processes import SHM, Record, identify, sweep
 
 __all__ = ["own_node"]  # a fixture for every test here
@@ -112,6 +115,78 @@ def test_a_record_takes_shared_memory_with_it(own_node: Path) -> None:
     assert (SHM / left).exists()
     record.remove()
     assert not (SHM / left).exists()
+
+
+def test_a_refresh_reads_the_node_once_however_large_the_tree(
+    own_node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "sleep 60 & (sleep 60 & sleep 60 & echo up; wait)"
+    process = subprocess.Popen(
+        ["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True
+    )
+    listed: list[str] = []
+    listing = os.listdir
+    monkeypatch.setattr("os.listdir", lambda path: [listed.append(path), *listing(path)][1:])
+    try:
+        assert process.stdout and process.stdout.readline()
+        record = Record(process.pid, own_node)
+        record.refresh()
+        assert len(record.processes) == 5
+        listed.clear()
+        record.refresh()
+        assert listed == ["/proc"]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_removed_record_does_not_come_back(own_node: Path) -> None:
+    process = subprocess.Popen(
+        ["bash", "-c", "sleep 60 & echo up; wait"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout and process.stdout.readline()
+        record = Record(process.pid, own_node)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: record.refresh(), range(50)))
+        assert len(record.processes) == 2 and len(left_behind(own_node)) == 1
+        record.remove()
+        assert left_behind(own_node) == []
+        record = Record(process.pid, own_node)
+        record.remove()
+        record.refresh()  # it would see a new process, the child
+        assert left_behind(own_node) == []
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_the_directory_of_a_node_is_ours_alone(
+    own_node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = own_node / f"rollout_workers-{os.getuid()}"
+    elsewhere = own_node / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    base.symlink_to(elsewhere)
+    with pytest.raises(StartFailed, match="is not a directory: have it removed, or set TMPDIR"):
+        node.node_dir("run")
+    assert list(elsewhere.iterdir()) == []
+    base.unlink()
+    base.mkdir()
+    base.chmod(0o755)
+    with pytest.raises(StartFailed, match=r"open to others \(mode 755\)"):
+        node.node_dir("run")
+    base.chmod(0o700)
+    (base / "run").symlink_to(elsewhere)
+    with pytest.raises(StartFailed, match="run is not a directory"):
+        node.node_dir("run")
+    made = node.node_dir("logs")
+    assert node.node_dir("logs") == made and stat.S_IMODE(made.stat().st_mode) == 0o700
+    uid = os.getuid()
+    base.rename(base.with_name(f"rollout_workers-{uid + 1}"))
+    monkeypatch.setattr("os.getuid", lambda: uid + 1)
+    with pytest.raises(StartFailed, match="belongs to another user"):
+        node.node_dir("logs")
 
 
 def test_a_record_never_kills_a_process_that_got_the_same_pid(own_node: Path) -> None:

@@ -38,6 +38,7 @@ HONOURED: list[tuple[str, Any, str, Any]] = [
     ("temperature", 0, "temperature", 0.0),
     ("temperature", 0.5, "temperature", 0.5),
     ("temperature", 2, "temperature", 2.0),
+    ("temperature", 1e-6, "temperature", 1e-6),
     ("top_p", 0.9, "top_p", 0.9),
     ("top_p", 1, "top_p", 1.0),
     ("top_k", 5, "top_k", 5),
@@ -155,6 +156,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("temperature", "1", "invalid_value"),
     ("temperature", -1, "invalid_value"),
     ("temperature", 2.1, "invalid_value"),
+    ("temperature", 1e-7, "invalid_value"),
+    ("temperature", 5e-324, "invalid_value"),
     ("temperature", 10**400, "invalid_value"),
     ("temperature", float("inf"), "invalid_value"),
     ("temperature", float("nan"), "invalid_value"),
@@ -327,6 +330,9 @@ def test_parts_are_joined_in_order() -> None:
             "prompt_token_ids": [1],
             "generation_token_ids": [2],
             "generation_log_probs": [-0.5],
+            "routed_experts": None,
+            "phase": "final_answer",
+            "tool_calls": None,
             "rollout": {"turn": 0},
         },
     ],
@@ -400,8 +406,43 @@ def test_no_url_is_followed(url: str) -> None:
     assert refused(input=[{"role": "user", "content": [part]}]).param == "input[0].content[0]"
 
 
-def test_instructions_with_half_a_surrogate_pair() -> None:
-    assert refused(instructions="\udc00").param == "instructions"
+HALF = "x\ud800"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"instructions": "\udc00"}, "instructions"),
+        ({"input": HALF}, "input"),
+        ({"model": HALF}, "model"),
+        ({"user": HALF}, "user"),
+        ({"prompt_cache_key": HALF}, "prompt_cache_key"),
+        ({"safety_identifier": HALF}, "safety_identifier"),
+        ({"stop": HALF}, "stop"),
+        ({"stop": ["a", HALF]}, "stop[1]"),
+        ({"stop": ("a", HALF)}, "stop[1]"),
+        ({"metadata": {"k": HALF}}, "metadata.k"),
+        ({"metadata": {HALF: "v"}}, "metadata"),
+        ({"text": {HALF: None}}, "text"),
+        ({HALF: 1}, "body"),
+        ({"service_tier": HALF, "max_output_tokens": 10**5000}, "service_tier"),
+        ({"input": [{**USER, "id": HALF}]}, "input[0].id"),
+        ({"input": [{**USER, HALF: None}]}, "input[0]"),
+    ],
+)
+def test_half_a_surrogate_pair_names_its_place(body: Any, param: str) -> None:
+    error = refused(**body)
+    assert (error.status, error.param) == (400, param)
+    assert (error.message + param).encode()
+
+
+@pytest.mark.parametrize("key", ["name", "tool_calls", "function_call", "tool_call_id", "Content"])
+def test_a_key_that_is_not_understood_is_refused_not_ignored(key: str) -> None:
+    for value in ("x", [], {}, False):
+        error = refused(input=[USER, {**USER, key: value}])
+        assert error.param == f"input[1].{key}"
+        assert "refused, not ignored" in error.message
+    assert said(input=[{**USER, key: None}]) == [("user", "hi")]
 
 
 # Whatever JSON holds.

@@ -88,7 +88,9 @@ async def test_second_turn_carries_the_sampled_ids(
     first = HI if template == CHATML else [*HI[:9], *HI[10:]]
     engine.script.replies = [Reply(ids=generated, finish_reason=finish), Reply(ids=[END])]
     async with running(config(make_model(template)), engine) as rig:
-        reply = await rig.ask("hi", session="s", return_token_ids=True)
+        matched = finish.get("matched")
+        stop = [matched] if isinstance(matched, str) else None
+        reply = await rig.ask("hi", session="s", return_token_ids=True, stop=stop)
         await rig.router.respond({"input": [*history("hi"), *reply["output"], *history("hi")]}, "s")
         one, two = rig.prompts()
         assert one == first
@@ -652,7 +654,7 @@ async def test_finish_again_after_the_buffer_failed(
         for _ in range(2):
             with pytest.raises(RolloutError, match="finish again") as caught:
                 await rig.router.finish("s", reward=1.0)
-            assert caught.value.code == "buffer_unavailable"
+            assert caught.value.code == "not_stored"
         with pytest.raises(Conflict):
             await rig.router.finish("s", reward=2.0)
         told = await rig.router.finish("s", reward=1.0)
@@ -828,7 +830,7 @@ async def test_expiry_completes_a_finish_that_failed(t0: Path, engine: ScriptedE
 async def test_a_busy_session_does_not_expire(t0: Path, engine: ScriptedEngine) -> None:
     engine.script.delay_s = 0.5
     async with running(config(t0, {"router": {"session_ttl_s": 0.1}}), engine) as rig:
-        await rig.router.open_session("s", group_id="g")
+        await rig.router.open_session("s", group_id="g", group_size=1)
         await rig.ask("hi", session="s")
         assert (await rig.router.finish("s", reward=1.0))["status"] == "completed"
         [row] = await rig.rows()

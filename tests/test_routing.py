@@ -38,6 +38,11 @@ def test_no_worker() -> None:
     assert caught.value.status == 503
 
 
+def test_keys_do_not_show() -> None:
+    shown = repr(worker("http://h:1", api_key="hidden-1", admin_key="hidden-2"))
+    assert "hidden" not in shown and "http://h:1" in shown
+
+
 def test_sessions_spread_and_stay() -> None:
     """200 sessions with one shared prompt, 5 turns each, interleaved."""
     pool = roster()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from servers import (
 
 from rollout_workers.errors import StartFailed
 from rollout_workers.ports import is_free
-from rollout_workers.processes import identify
+from rollout_workers.processes import Record, identify
 from rollout_workers.server import Server
 
 __all__ = ["own_node"]  # a fixture for every test here
@@ -66,6 +67,38 @@ async def test_an_engine_that_will_not_end_is_killed_after_the_grace() -> None:
         assert 0.9 < time.monotonic() - started < 4
         assert all_gone(processes)
         assert await server.wait_exit() == -signal.SIGKILL
+
+
+async def test_what_cannot_be_killed_keeps_its_record(
+    own_node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running({"ignore_signals": True, "children": 1}) as server:
+        processes, before = tree_of(server.pid), left_behind(own_node)
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout_workers.server.send", lambda processes, number: None)
+            patch.setattr("rollout_workers.server._KILL_S", 0.3)
+            await server.stop(grace_s=0)
+        assert "engine.unkillable" in caplog.text
+        assert not all_gone(processes) and sorted(left_behind(own_node)) == sorted(before)
+        assert len(before) >= 3, "record, keys and ports"
+        await server.stop(grace_s=0)
+        assert all_gone(processes) and left_behind(own_node) == []
+
+
+async def test_processes_are_looked_at_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: set[int] = set()
+
+    def refresh(record: Record) -> None:
+        threads.add(threading.get_ident())
+        looking(record)
+
+    looking = Record.refresh
+    monkeypatch.setattr(Record, "refresh", refresh)
+    async with running() as server:
+        await server.stop()
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_early_exit_raises_the_cause_and_leaves_nothing(own_node: Path) -> None:

@@ -156,7 +156,7 @@ def test_unknown_session(name: Any) -> None:
 def test_declarations_add_up() -> None:
     sessions = Sessions(10)
     sessions.open("s", 0, Declaration(metadata={"a": 1}))
-    session = sessions.open("s", 0, Declaration(group_id="g", metadata={"b": 2}))
+    session = sessions.open("s", 0, Declaration(group_id="g", group_size=4, metadata={"b": 2}))
     assert session.declared
     sessions.open("s", 0, Declaration(group_size=4))
     sessions.open("s", 0, Declaration(record=False))
@@ -376,12 +376,45 @@ def test_idle_sessions_expire() -> None:
     sessions.touch(young, 5)
     assert sessions.expired(9.9) == []
     assert sessions.expired(10) == [old]
-    assert sessions.expired(10) == [old]  # until it is dropped
     sessions.drop(old)
     assert sessions.expired(10) == []
     assert sessions.expired(15) == [young]
+    sessions.drop(young)
     busy.in_flight = 0
-    assert sessions.expired(15) == [busy, young]
+    assert sessions.expired(19) == []  # it was in use at 10
+    assert sessions.expired(20) == [busy]
+
+
+def test_ephemeral_sessions_expire_sooner_and_long_turns_hold_up_nobody() -> None:
+    sessions = Sessions(100, ephemeral_ttl_s=5)
+    for number in range(200):
+        sessions.open(f"busy{number}", 0, Declaration()).in_flight = 1
+    named = sessions.open("named", 0, Declaration())
+    passing = sessions.open("eph-1", 0, Declaration(), ephemeral=True)
+    assert sessions.expired(5) == [passing]
+    sessions.drop(passing)
+    assert sessions.expired(100) == [named]
+
+
+def test_thousands_of_finished_sessions_are_forgotten_at_once() -> None:
+    sessions = Sessions(10)
+    for number in range(5_000):
+        session = sessions.open(f"s{number}", 0, Declaration())
+        sessions.begin_finish(session, Outcome())
+        sessions.end_finish(session, {})
+    assert sessions.expired(10) == []
+    assert len(sessions) == 0
+
+
+def test_a_group_has_one_size() -> None:
+    sessions = Sessions(10)
+    with pytest.raises(BadRequest) as missing:
+        sessions.open("g.0", 0, Declaration(group_id="g"))
+    assert missing.value.param == "group_size" and "g.0" not in sessions
+    sessions.open("g.0", 0, Declaration(group_id="g", group_size=2))
+    assert sessions.open("g.1", 0, Declaration(group_id="g")).declaration.group_size == 2
+    with pytest.raises(Conflict):
+        sessions.open("g.2", 0, Declaration(group_id="g", group_size=3))
 
 
 def test_finished_sessions_are_forgotten_after_the_ttl() -> None:
@@ -408,11 +441,11 @@ async def test_settling() -> None:
     session = sessions.open("s", 0, Declaration())
     waiting = session.idle
     session.in_flight = 1
-    sessions.settle(session, 1, ephemeral=True)
+    sessions.settle(session, 1)
     assert not waiting.is_set()
     session.in_flight = 0
     add_turn(session, "a")
-    sessions.settle(session, 2, ephemeral=True)
+    sessions.settle(session, 2)
     assert waiting.is_set()
     assert not session.idle.is_set()
     assert session.touched == 2
@@ -421,13 +454,13 @@ async def test_settling() -> None:
 
 async def test_ephemeral_session_without_a_turn_is_dropped() -> None:
     sessions = Sessions(10)
-    sessions.settle(sessions.open("e", 0, Declaration()), 1, ephemeral=True)
+    sessions.settle(sessions.open("e", 0, Declaration(), ephemeral=True), 1)
     assert "e" not in sessions
-    sessions.settle(sessions.open("s", 0, Declaration()), 1, ephemeral=False)
+    sessions.settle(sessions.open("s", 0, Declaration()), 1)
     assert "s" in sessions
-    finishing = sessions.open("f", 0, Declaration())
+    finishing = sessions.open("f", 0, Declaration(), ephemeral=True)
     finishing.outcome = Outcome()
-    sessions.settle(finishing, 1, ephemeral=True)
+    sessions.settle(finishing, 1)
     assert "f" in sessions
 
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
-
 from results import Errors, Summary, Writer, out_dir
 from tasks import EASY, Prompt, Question, Task, answer, read_prompts, reading, solve
 
@@ -188,20 +184,31 @@ def test_out_dir_knows_the_jobs_copy_by_its_path() -> None:
 
 
 def rows(*ids: str) -> pa.Table:
-    turn = {"start": 3, "end": 5, "cached_tokens": 1, "finish_reason": "stop"}
     return pa.table(
         {
             "trajectory_id": list(ids),
             "segment": pa.array([0] * len(ids), pa.int32()),
-            "turns": [
-                [turn, {**turn, "start": 8, "end": 9, "finish_reason": "length"}] for _ in ids
-            ],
+            "turns": [turns(name) for name in ids],
             "reward": pa.array([1.0] * len(ids), pa.float64()),
             "turn_rewards": [[0.0, 1.0] for _ in ids],
             "status": ["completed"] * len(ids),
-            "tokens_masked_elsewhere": [0] * len(ids),
         }
     )
+
+
+def turns(name: str) -> list[dict[str, Any]]:
+    shared = {"cached_tokens": 1}
+    return [
+        {"response_id": f"{name}1", "start": 3, "end": 5, "finish_reason": "stop", **shared},
+        {"response_id": f"{name}2", "start": 8, "end": 9, "finish_reason": "length", **shared},
+    ]
+
+
+def test_a_turn_that_two_segments_share_is_counted_once() -> None:
+    table = rows("a", "a").set_column(1, "segment", pa.array([0, 1], pa.int32()))
+    summary = Summary()
+    summary.add(table)
+    assert (summary.episodes, summary.turns, summary.generated_tokens) == (1, 2, 3)
 
 
 def test_writer_drops_doubles_and_leaves_whole_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -13,6 +14,9 @@ import httpx
 import pytest
 import yaml
 from pools import ended, rays_of, scripted, still_there, wait_gone
+
+from rollout_workers.cli import _say_stopped
+from rollout_workers.errors import RolloutError
 
 pytestmark = pytest.mark.ray
 COMMAND = [sys.executable, "-m", "rollout_workers"]
@@ -72,6 +76,48 @@ def test_serve_ends_on_a_signal_and_leaves_no_process(
         assert wait_gone(mark) == []
         assert still_there(processes) == set()
         assert not any(directory.exists() for directory in directories)
+
+
+KILL_CONTROLLER = """
+import sys, ray
+from rollout_workers import cluster
+cluster.reach(sys.argv[1])
+ray.kill(ray.get_actor(sys.argv[1] + ".controller", namespace=cluster.NAMESPACE))
+"""
+
+
+def test_serve_tells_a_lost_controller_and_ends_what_is_left(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    name = f"lost-{mark[:8]}"
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump(scripted("demo:tiny", name=name, mark=mark, workers=1)))
+    serve = subprocess.Popen(
+        [*COMMAND, "serve", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with ended(serve):
+        assert serve.stdout and serve.stdout.readline().startswith("ready: ")
+        subprocess.run([sys.executable, "-c", KILL_CONTROLLER, name], check=True, timeout=60)
+        _, said = serve.communicate(timeout=60)
+        assert serve.returncode == 1
+        assert f"error: the controller of pool '{name}' was lost" in said
+        assert f"ended without their controller: {name}.buffer" in said
+        assert "Traceback" not in said and wait_gone(mark) == []
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump(scripted("demo:tiny", name="taken", workers=1)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serve", str(file), "--set", f"router.http.port={port}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: router.http.port {port} is taken on 127.0.0.1: choose" in done.stderr
+
+
+def test_a_pool_that_did_not_stop_is_not_called_stopped(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(RolloutError, match=r"'p' is not stopped, p\.worker\.0 still run"):
+        _say_stopped("p", {"cleared": ["p.worker.0"], "left": ["p.worker.0"]})
+    assert capsys.readouterr().err == "ended without their controller: p.worker.0\n"
 
 
 @pytest.mark.parametrize(

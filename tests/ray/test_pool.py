@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import ray
-from pools import scripted
+from pools import marked, scripted
 
-from rollout_workers import RolloutPool, cluster
-from rollout_workers.errors import BadRequest, Conflict, ModelNotFound, NotFound, StartFailed
+from rollout_workers import RolloutPool, cluster, lease, models
+from rollout_workers.errors import (
+    BadRequest,
+    ConfigError,
+    Conflict,
+    ModelNotFound,
+    NotFound,
+    StartFailed,
+)
+from rollout_workers.pool import _cause
 
 pytestmark = pytest.mark.ray
 
@@ -188,3 +202,57 @@ def test_a_pool_that_cannot_start_says_why_and_leaves_nothing(pool: RolloutPool)
     for name in ("absent", "failing", "crowded"):
         with pytest.raises(NotFound):
             RolloutPool.connect(name)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_front_door_that_cannot_open_ends_the_start_at_once_with_its_engines(
+    pool: RolloutPool, shared: bool
+) -> None:
+    mark = uuid.uuid4().hex
+    config = scripted("demo:tiny", name="doorless", mark=mark, start_delay_s=100)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config |= {"router": {"http": {"port": port}}, "shared": shared}
+        with pytest.raises(StartFailed) as raised:
+            RolloutPool.start(config)
+    said = f"router.http.port {port} is taken on 127.0.0.1: choose another or 0 for any"
+    assert raised.value.message == said
+    assert time.monotonic() - began < 60
+    assert marked(mark) == [] and lease.actors_of("doorless", cluster.NAMESPACE) == {}
+
+
+def test_a_model_without_a_chat_template_is_told_and_its_engines_end(
+    pool: RolloutPool, tmp_path: Path
+) -> None:
+    mark = uuid.uuid4().hex
+    shutil.copytree(models.resolve("demo:tiny"), tmp_path / "plain")
+    for file in (tmp_path / "plain").glob("*"):
+        if file.name == "chat_template.jinja":
+            file.unlink()
+        elif file.name == "tokenizer_config.json":
+            fields = json.loads(file.read_text())
+            fields.pop("chat_template", None)
+            file.write_text(json.dumps(fields))
+    config = scripted(str(tmp_path / "plain"), name="speechless", mark=mark, start_delay_s=100)
+    with pytest.raises(ConfigError, match="chat template"):
+        RolloutPool.start(config | {"shared": True})
+    assert marked(mark) == [] and lease.actors_of("speechless", cluster.NAMESPACE) == {}
+
+
+def test_errors_that_are_not_ours_are_told_with_type_and_text() -> None:
+    told = _cause(OSError("no room"))
+    assert isinstance(told, StartFailed)
+    assert told.message == "the pool could not start: OSError: no room"
+    ours = Conflict("twice")
+    assert _cause(ours) is ours
+
+
+def test_a_wildcard_front_door_tells_the_nodes_address(pool: RolloutPool) -> None:
+    config = scripted("demo:tiny", name="wide", workers=1)
+    config["router"] = {"http": {"host": "0.0.0.0", "api_key": "k"}}
+    with RolloutPool.start(config) as wide:
+        address = ray.util.get_node_ip_address()
+        assert wide.url and wide.url.startswith(f"http://{address}:")
+        with openai.OpenAI(base_url=wide.url, api_key="k", max_retries=0) as client:
+            assert client.models.list().data

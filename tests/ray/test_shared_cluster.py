@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ from pools import ended, marked, scripted, wait_gone
 from test_lifetime import DRIVER, await_line
 
 from rollout_workers import RolloutPool, cluster, models
-from rollout_workers.errors import NotFound
+from rollout_workers.errors import Conflict, NotFound, RolloutError
 
 pytestmark = pytest.mark.ray
 
@@ -81,6 +82,46 @@ def test_a_shared_pool_outlives_its_driver_until_it_is_stopped(pool: RolloutPool
     assert wait_gone(mark) == [] and gone(name)
     with pytest.raises(NotFound):
         RolloutPool.connect(name)
+
+
+def kill(name: str) -> None:
+    ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
+
+
+def test_what_a_lost_controller_leaves_is_told_and_ended_by_name(pool: RolloutPool) -> None:
+    mark = uuid.uuid4().hex
+    name = f"headless-{mark[:8]}"
+    own = RolloutPool.start(scripted(pool_model(), name=name, mark=mark) | {"shared": True})
+    kill(f"{name}.controller")
+    with pytest.raises(RolloutError, match=f"the controller of pool '{name}' was lost"):
+        own.wait()
+    with pytest.raises(NotFound, match=f"{name}.worker.1 still run: end them with"):
+        RolloutPool.connect(name)
+    with pytest.raises(Conflict, match="rollout-workers stop"):
+        RolloutPool.start(scripted(pool_model(), name=name))
+    assert marked(mark)
+    word = RolloutPool.end(name)
+    roles = ("buffer", "router.0", "worker.0", "worker.1")
+    assert word["cleared"] == [f"{name}.{role}" for role in roles] and word["left"] == []
+    assert word["unread"] == 0
+    assert wait_gone(mark) == [] and gone(name, 1)
+    with pytest.raises(NotFound, match="no pool named"):
+        RolloutPool.end(name)
+    assert own.close() == {}
+    assert all(w["state"] == "serving" for w in ray.get(pool.status())["workers"])
+
+
+def test_an_orderly_stop_ends_the_wait(pool: RolloutPool) -> None:
+    name = f"waited-{uuid.uuid4().hex[:8]}"
+    own = RolloutPool.start(scripted(pool_model(), name=name, workers=1))
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(own.wait)
+        time.sleep(0.5)
+        assert not waiting.done()
+        word = RolloutPool.end(name)
+        assert "cleared" not in word and word["unread"] == 0
+        waiting.result(20)
+    assert own.close() == {}
 
 
 def test_sessions_of_a_lost_worker_go_on_elsewhere_with_the_same_ids(pool: RolloutPool) -> None:

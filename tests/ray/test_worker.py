@@ -131,6 +131,28 @@ async def test_a_worker_can_start_again_after_its_engine_ended(spawn: Spawn) -> 
     assert await worker.log_tail.remote(1) == ["Load weight begin."]
 
 
+async def test_an_exit_is_told_before_what_it_left_is_cleared(spawn: Spawn) -> None:
+    worker = spawn()
+    info = await worker.start.remote()
+
+    def stall(actor: Any) -> None:
+        destroy = actor._server._destroy
+
+        async def late() -> None:
+            await asyncio.sleep(5)
+            await destroy()
+
+        actor._server._destroy = late
+
+    await worker.__ray_call__.remote(stall)
+    waiting = worker.wait_exit.remote()
+    began = time.monotonic()
+    os.kill(info.pid, signal.SIGKILL)
+    assert "ended by SIGKILL" in await waiting and time.monotonic() - began < 3
+    again = await worker.start.remote()  # which waits until all is cleared
+    assert again.pid != info.pid and time.monotonic() - began > 4
+
+
 async def test_a_router_elsewhere_reaches_it_at_the_nodes_address(ray: Any, spawn: Spawn) -> None:
     here = ray.get_runtime_context().get_node_id()
     address = ray.util.get_node_ip_address()

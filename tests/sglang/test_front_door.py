@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from rollout_workers import RolloutPool
+from rollout_workers.errors import NotFound
 
 pytestmark = pytest.mark.sglang
 
@@ -68,10 +69,14 @@ BAD = [
 
 def test_bad_input_is_refused_by_name_and_harms_nothing(pool: RolloutPool) -> None:
     before = ray.get(pool.status())
-    for body, status, param in BAD:
-        reply = httpx.post(f"{pool.url}/responses", json=body, timeout=60)
+    for number, (body, status, param) in enumerate(BAD):
+        headers = {"x-session-id": f"bad-{number}"}
+        reply = httpx.post(f"{pool.url}/responses", json=body, headers=headers, timeout=60)
         error = reply.json()["error"]
         assert (reply.status_code, error["param"]) == (status, param), error
+        if error["code"] != "context_length_exceeded":  # that one opens its session
+            with pytest.raises(NotFound):
+                ray.get(pool.finish(f"bad-{number}"))
     after = ray.get(pool.status())
     assert [w["pid"] for w in after["workers"]] == [w["pid"] for w in before["workers"]]
     assert after["buffer"] == before["buffer"]

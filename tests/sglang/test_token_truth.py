@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import ray
+from collector import Collector, task_episodes
 from recorder import Recorder
+from results import Errors, Reporter, Writer
+from tasks import Task
 
 from rollout_workers import RolloutPool, cluster
 from rollout_workers.template import ChatTemplate
@@ -68,26 +72,44 @@ async def test_rows_are_what_the_engine_was_sent_and_returned(
 ) -> None:
     template = ChatTemplate(tiny)
     rows = await roll_out(pool, "truth", temperature=1.3)
+    assert len(recorder.calls) == SESSIONS * TURNS
+    check_against(recorder, rows)
+    for row in rows:
+        for number, turn in enumerate(row["turns"]):
+            asked = row["token_ids"][: turn["start"]]
+            end = row["turns"][number - 1]["end"] if number else 0
+            text = template.decode(asked[end:], special=True)
+            assert text.endswith(said(row["session_id"], number) + GENERATION)
+    assert len({row["turns"][0]["worker"] for row in rows}) == 2
+
+
+async def test_files_of_collect_are_what_the_engine_was_sent_and_returned(
+    pool: RolloutPool, recorder: Recorder, tmp_path: Path
+) -> None:
+    task = Task("chain_sum", 4, seed=1)
+    with Reporter(total=8) as reporter:
+        collector = Collector(pool, Writer(tmp_path), reporter, Errors())
+        await collector.run(task_episodes(task, "truth", 4, 2, 3), concurrency=8)
+    rows = pq.read_table(tmp_path).to_pylist()
+    assert len(rows) == 8 and len(recorder.calls) == sum(len(row["turns"]) for row in rows)
+    check_against(recorder, rows)
+
+
+def check_against(recorder: Recorder, rows: list[dict[str, Any]]) -> None:
     by_response = {request["rid"]: (request, reply) for request, reply in recorder.calls}
-    assert len(by_response) == SESSIONS * TURNS
     for row in rows:
         ids, mask, logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
         assert len(ids) == len(mask) == len(logprobs) and row["num_segments"] == 1
         sampled = [by_response[turn["response_id"]] for turn in row["turns"]]
-        end = 0
-        for number, (turn, (request, reply)) in enumerate(zip(row["turns"], sampled, strict=True)):
+        for turn, (request, reply) in zip(row["turns"], sampled, strict=True):
             triples = reply["meta_info"]["output_token_logprobs"]
             assert request["input_ids"] == ids[: turn["start"]]
-            asked = template.decode(request["input_ids"][end:], special=True)
-            assert asked.endswith(said(row["session_id"], number) + GENERATION)
-            end = turn["end"]
             assert reply["output_ids"] == ids[turn["start"] : turn["end"]]
             at = slice(turn["start"], turn["end"])
             assert logprobs[at] == [np.float32(t[0]) for t in triples]
             assert mask[at] == [1] * len(triples)
         assert sum(mask) == sum(len(reply["output_ids"]) for _, reply in sampled)
         assert len({turn["worker"] for turn in row["turns"]}) == 1
-    assert len({row["turns"][0]["worker"] for row in rows}) == 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
