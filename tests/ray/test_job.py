@@ -178,9 +178,10 @@ def test_a_job_that_is_stopped_leaves_no_engine(head: Head, tmp_path: Path, mark
     sizes = ("--episodes=4000", "--group-size=4", "--concurrency=2")
     head.submit(job, mark, *sizes, f"--out={tmp_path}", wait=False, delay_s=0.3)
     deadline = time.monotonic() + 90
-    while not list(tmp_path.glob("*.parquet")) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert marked(mark), head.ray("job", "logs", job).stdout
+    while "engines ready" not in (log := head.ray("job", "logs", job).stdout):
+        assert time.monotonic() < deadline, log
+        time.sleep(1)
+    assert marked(mark)
     assert "RUNNING" in head.status(job)
     head.ray("job", "stop", job)
     assert wait_gone(mark) == []
