@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import ray
 
 from rollout_workers.config import EngineConfig
 from rollout_workers.errors import ModelNotFound, StartFailed
@@ -26,32 +27,32 @@ Spawn = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    """A private Ray; its workers keep what they share on the node in a place of their own."""
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="rw-") as base:
-        env = {"env_vars": {"TMPDIR": base}}
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            _temp_dir=f"{base}/ray",
-            runtime_env=env,
-            log_to_driver=False,
-        )
-        yield ray
-        ray.shutdown()
+def base() -> Iterator[str]:
+    """A place of their own for what workers share on a node, and a Ray if there is none yet."""
+    with tempfile.TemporaryDirectory(prefix="rw-") as directory:
+        own = not ray.is_initialized()
+        if own:
+            ray.init(
+                address="local",
+                num_cpus=4,
+                include_dashboard=False,
+                _temp_dir=f"{directory}/ray",
+                log_to_driver=False,
+            )
+        yield directory
+        if own:
+            ray.shutdown()
 
 
 @pytest.fixture
-def spawn(ray: Any) -> Iterator[Spawn]:
+def spawn(base: str) -> Iterator[Spawn]:
     actors: list[Any] = []
+    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"TMPDIR": base}}}
 
     def make(**settings: object) -> Any:
         defaults: dict[str, object] = {"model": "demo:tiny", "device": "cpu"}
         config = EngineConfig.model_validate(defaults | settings)
-        actors.append(ray.remote(Worker).options(num_cpus=0).remote("w0", config))
+        actors.append(ray.remote(Worker).options(**options).remote("w0", config))
         return actors[-1]
 
     yield make
