@@ -125,18 +125,19 @@ def _half_pair(body: Json) -> str | None:
     while rest:
         path, value = rest.pop()
         if isinstance(value, str):
-            if not _is_text(value):
+            if not is_unicode(value):
                 return path
         elif isinstance(value, list | tuple):
             rest += ((f"{path}[{i}]", item) for i, item in enumerate(value))
         elif isinstance(value, Mapping):
-            if not all(_is_text(key) for key in value if isinstance(key, str)):
+            if not all(is_unicode(key) for key in value if isinstance(key, str)):
                 return path or "body"
             rest += ((f"{path}.{key}" if path else str(key), v) for key, v in value.items())
     return None
 
 
-def _is_text(value: str) -> bool:
+def is_unicode(value: str) -> bool:
+    """False with half of a surrogate pair, which neither UTF-8 nor an Arrow column can hold."""
     try:
         value.encode()
     except UnicodeEncodeError:

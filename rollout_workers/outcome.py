@@ -15,6 +15,7 @@ from typing import Any
 
 from rollout_workers.config import IDENTIFIER
 from rollout_workers.errors import BadRequest, Conflict
+from rollout_workers.fields import is_unicode
 
 Json = dict[str, Any]
 STATUSES = ("completed", "length", "aborted", "error")
@@ -95,10 +96,10 @@ class Outcome:
         if metadata is not None and not isinstance(metadata, Mapping):
             raise BadRequest("metadata must be an object", "metadata")
         return cls(
-            reward=_reward(reward, "reward"),
+            reward=None if reward is None else _number(reward, "reward"),
             turn_rewards=None
             if turn_rewards is None
-            else tuple(_reward(r, f"turn_rewards[{i}]") or 0.0 for i, r in enumerate(turn_rewards)),
+            else tuple(_number(r, f"turn_rewards[{i}]") for i, r in enumerate(turn_rewards)),
             status=status,
             metadata=_json({**declared.metadata, **(metadata or {})}),
             response_id=_text(response_id, "response_id"),
@@ -112,9 +113,7 @@ def check_identifier(value: Any, param: str) -> None:
         raise BadRequest(f"{param} must be 1-128 of A-Z a-z 0-9 . _ : -, got {value!r:.80}", param)
 
 
-def _reward(value: Any, param: str) -> float | None:
-    if value is None and param == "reward":
-        return None
+def _number(value: Any, param: str) -> float:
     number = isinstance(value, Real) and not isinstance(value, bool)
     try:
         if number and math.isfinite(value):
@@ -125,18 +124,9 @@ def _reward(value: Any, param: str) -> float | None:
 
 
 def _text(value: Any, param: str) -> str | None:
-    if value is not None and not (isinstance(value, str) and _is_unicode(value)):
+    if value is not None and not (isinstance(value, str) and is_unicode(value)):
         raise BadRequest(f"{param} must be a string of Unicode text", param)
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    """False for half of a surrogate pair, which no column can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _json(metadata: Json) -> str:
@@ -146,7 +136,7 @@ def _json(metadata: Json) -> str:
         text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"metadata must be JSON: {error}", "metadata") from None
-    if not _is_unicode(text):
+    if not is_unicode(text):
         raise BadRequest("metadata holds half of a surrogate pair", "metadata")
     return text
 
